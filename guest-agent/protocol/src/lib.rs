@@ -1,1 +1,29 @@
-//! placeholder
+//! What the shim and the agent in the guest say to each other: the messages and the ttrpc service
+//! of `proto/agent.proto`, and the constants that both sides must agree on.
+
+/// The vsock port of the host that the agent connects to once, to serve the ttrpc service there.
+pub const AGENT_PORT: u32 = 1024;
+
+/// The vsock port of the host that the agent connects to for each standard stream.
+pub const STREAM_PORT: u32 = 1025;
+
+/// The length of a stream's token, in bytes. It is random, so that no process in the guest can
+/// claim another's stream.
+pub const STREAM_TOKEN_LEN: usize = 16;
+
+/// The tag of the sandbox's virtio-fs share.
+pub const SHARE_TAG: &str = "cube";
+
+/// Where the agent mounts the sandbox's share in the guest.
+pub const SHARE_PATH: &str = "/run/cube/shared";
+
+/// The key on the kernel's command line whose value is the agent's log level (`error`, `warn`,
+/// `info`, `debug`, `trace`; default `warn`). The agent logs to the console.
+pub const LOG_LEVEL_KEY: &str = "cube.log";
+
+#[allow(clippy::all, clippy::restriction, missing_docs, unused)]
+mod generated {
+    include!(concat!(env!("OUT_DIR"), "/protocol.rs"));
+}
+
+pub use generated::*;
