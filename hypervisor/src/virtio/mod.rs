@@ -9,6 +9,9 @@
 //! eventfd, or a backend's descriptor, becomes ready. A device that may block on the host has a
 //! worker of its own instead.
 
+pub mod queue;
+pub mod queue_state;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
