@@ -51,18 +51,24 @@ make_once() {
     exec 9>&-
 }
 
-# apt_lists: package lists are there afterwards; a fresh container has none.
-apt_lists() {
-    if [ -z "$(apt-cache policy base-files 2>/dev/null | grep -m1 http)" ]; then
-        apt-get update -qq >&2
-    fi
-}
-
 # fetch_deb DIR PACKAGE…: download packages, without installing them, into DIR.
 fetch_deb() (
     cd "$1"
     shift
-    apt_lists
-    # apt wants to download as its own user, which cannot write into a directory of root's: say so is all it does.
-    apt-get download -qq -o APT::Sandbox::User=root "$@" >&2
+    # apt wants to download as a user of its own, which cannot write into a directory of root's.
+    download=(apt-get download -qq -o APT::Sandbox::User=root "$@")
+    # A fresh machine has no package lists, or ones that name versions that are gone.
+    "${download[@]}" >/dev/null 2>&1 || { apt-get update -qq >&2 && "${download[@]}" >&2; }
 )
+
+# unpack_deb DIR PACKAGE…: download packages and unpack them below DIR.
+unpack_deb() {
+    local dir=$1 debs
+    shift
+    debs=$(mktemp -d "$dir/debs.XXXXXX")
+    fetch_deb "$debs" "$@"
+    for deb in "$debs"/*.deb; do
+        dpkg-deb -x "$deb" "$dir"
+    done
+    rm -rf "$debs"
+}
