@@ -1,0 +1,151 @@
+//! The standard streams of a process, containerd's side: FIFOs, files and logging programs, and
+//! the relays between them and the streams from the guest.
+//!
+//! A relay ends with end-of-file from where it reads, and passes it on by closing where it
+//! writes. A reader on containerd's side that is slow, or not there yet, holds the guest's writer
+//! up; nothing is dropped and nothing piles up here.
+
+mod logger;
+mod target;
+
+use std::time::Duration;
+
+use tokio::io::{AsyncWriteExt, BufReader, copy_buf};
+use tokio::net::UnixStream;
+use tokio::net::unix::pipe;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout_at};
+
+use logger::Logger;
+use target::{Input, Output};
+pub use target::{StdioError, Uris};
+
+/// How much a relay takes at once, in bytes: what a pipe holds.
+const CHUNK: usize = 64 * 1024;
+
+/// The opened streams of containerd's side.
+pub struct HostStdio {
+    stdin: Option<Input>,
+    stdout: Option<Output>,
+    stderr: Option<Output>,
+    logger: Option<Logger>,
+}
+
+/// The streams of the process in the guest. The ones that containerd does not want are `None`.
+#[derive(Default)]
+pub struct GuestStdio {
+    /// What the process reads.
+    pub stdin: Option<UnixStream>,
+    /// What it writes, a terminal's output included.
+    pub stdout: Option<UnixStream>,
+    /// What it writes to its standard error; `None` with a terminal.
+    pub stderr: Option<UnixStream>,
+}
+
+impl HostStdio {
+    /// Opens what `uris` name. FIFOs need no peer; a logging program is started, and is ready on return.
+    ///
+    /// `container` and `namespace` are what a logging program is told.
+    pub async fn open(uris: &Uris, container: &str, namespace: &str) -> Result<Self, StdioError> {
+        target::open(uris, container, namespace).await
+    }
+
+    /// Whether containerd gives the process a standard input.
+    pub fn has_stdin(&self) -> bool {
+        self.stdin.is_some()
+    }
+
+    /// Whether containerd takes the process's standard output.
+    pub fn has_stdout(&self) -> bool {
+        self.stdout.is_some()
+    }
+
+    /// Whether containerd takes the process's standard error.
+    pub fn has_stderr(&self) -> bool {
+        self.stderr.is_some()
+    }
+}
+
+/// The running relays of one process.
+pub struct Relays {
+    outputs: Vec<JoinHandle<()>>,
+    input: Option<JoinHandle<()>>,
+    /// Keeps the standard input from ending when a client goes away, until CloseIO.
+    stdin_keeper: Option<pipe::Sender>,
+    logger: Option<Logger>,
+}
+
+impl Relays {
+    /// Starts to copy. A stream that only one side has is closed.
+    pub fn start(host: HostStdio, guest: GuestStdio) -> Self {
+        let mut outputs = Vec::new();
+        for (target, stream) in [(host.stdout, guest.stdout), (host.stderr, guest.stderr)] {
+            if let (Some(target), Some(stream)) = (target, stream) {
+                outputs.push(tokio::spawn(relay_output(stream, target)));
+            }
+        }
+        let (mut input, mut stdin_keeper) = (None, None);
+        if let (Some(source), Some(stream)) = (host.stdin, guest.stdin) {
+            stdin_keeper = Some(source.keeper);
+            input = Some(tokio::spawn(relay_input(source.reader, stream)));
+        }
+        Self {
+            outputs,
+            input,
+            stdin_keeper,
+            logger: host.logger,
+        }
+    }
+
+    /// The client has written all of the standard input: once it has closed the FIFO too, the
+    /// process reads end-of-file. Without a standard input, or a second time, this does nothing.
+    pub fn close_stdin(&mut self) {
+        self.stdin_keeper = None;
+    }
+
+    /// The process is gone: passes on what it still has written and closes everything. Output that
+    /// nobody has taken within `limit` is given up, since a client may never open its FIFO.
+    pub async fn drain(mut self, limit: Duration) {
+        self.stdin_keeper = None;
+        if let Some(input) = self.input.take() {
+            input.abort();
+        }
+        let deadline = Instant::now() + limit;
+        for mut output in self.outputs.drain(..) {
+            if timeout_at(deadline, &mut output).await.is_err() {
+                log::warn!("Output of a process was given up: nobody reads it");
+                output.abort();
+            }
+        }
+        if let Some(logger) = self.logger.take() {
+            logger.finish().await;
+        }
+    }
+}
+
+/// Copies what the process writes to `target`.
+async fn relay_output(stream: UnixStream, mut target: Output) {
+    let mut reader = BufReader::with_capacity(CHUNK, stream);
+    if let Err(e) = copy_buf(&mut reader, &mut target.writer).await {
+        log::debug!("A standard output ended early: {e}");
+    }
+    if let Err(e) = target.writer.shutdown().await {
+        log::debug!("Cannot close a standard output: {e}");
+    }
+}
+
+/// Copies what the client writes to the process's standard input. A process that does not read,
+/// or is gone, ends it.
+async fn relay_input(reader: pipe::Receiver, mut stream: UnixStream) {
+    let mut reader = BufReader::with_capacity(CHUNK, reader);
+    if let Err(e) = copy_buf(&mut reader, &mut stream).await {
+        log::debug!("A standard input ended early: {e}");
+    }
+    // Half a close: the process reads end-of-file.
+    if let Err(e) = stream.shutdown().await {
+        log::debug!("Cannot close a standard input: {e}");
+    }
+}
+
+#[cfg(test)]
+mod tests;
