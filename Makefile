@@ -1,0 +1,78 @@
+# make run     set up everything and run two containers, each in a microVM of its own
+# make test    all tests
+# make bench   the measurements of docs/SPECIFICATION.md
+# make install, make uninstall   honour PREFIX and DESTDIR
+
+PREFIX ?= /usr/local
+DESTDIR ?=
+
+# .cargo/config.toml names the target.
+TRIPLE := x86_64-unknown-linux-gnu
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+RELEASE := $(TARGET)/$(TRIPLE)/release
+PROGRAMS := containerd-shim-cube-rs cube-hypervisor cube-agent
+# Where run, test and bench install to: the layout is what an installation has.
+STAGE := $(abspath $(TARGET))/stage
+
+bindir := $(DESTDIR)$(PREFIX)/bin
+sharedir := $(DESTDIR)$(PREFIX)/share/cube
+
+.PHONY: build setup programs kernel stage run test check unit vm-tests bench install uninstall clean help
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+build: programs kernel
+
+setup:
+	@tests/setup
+
+programs: setup
+	@echo "Building $(PROGRAMS) (release)"
+	@cargo build --release --locked $(PROGRAMS:%=--package %)
+	@guest-agent/initramfs $(RELEASE)/cube-agent $(TARGET)/initramfs.img
+
+kernel: setup
+	@kernel=$$(kernel-config/build) && mkdir -p $(TARGET) && ln -sfn "$$kernel" $(TARGET)/vmlinux
+
+# Takes what `make build` left: on a usual machine one builds as a user and installs as root.
+install:
+	@for file in $(PROGRAMS:%=$(RELEASE)/%) $(TARGET)/initramfs.img $(TARGET)/vmlinux; do \
+	    [ -e $$file ] || { echo "$$file is missing: run make build first" >&2; exit 1; }; done
+	install -d $(bindir) $(sharedir)
+	install -m 755 $(RELEASE)/containerd-shim-cube-rs $(RELEASE)/cube-hypervisor $(bindir)
+	ln -sfn containerd-shim-cube-rs $(bindir)/containerd-shim-cube-v1
+	install -m 644 $(TARGET)/vmlinux $(TARGET)/initramfs.img shim/config.toml $(sharedir)
+
+# Leaves /etc/cube alone: that is the administrator's.
+uninstall:
+	rm -f $(bindir)/containerd-shim-cube-rs $(bindir)/containerd-shim-cube-v1 $(bindir)/cube-hypervisor
+	rm -f $(sharedir)/vmlinux $(sharedir)/initramfs.img $(sharedir)/config.toml
+	[ ! -d $(sharedir) ] || rmdir $(sharedir)
+
+stage: build
+	@$(MAKE) --no-print-directory -s install PREFIX=$(STAGE) DESTDIR=
+
+run: stage
+	@tests/demo $(STAGE)
+
+test: check unit vm-tests
+
+# What needs no virtual machine, the fastest first.
+check: setup
+	@cargo fmt --all --check
+	@tests/check-dependencies
+	@cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+
+unit: setup
+	@cargo test --workspace --lib --bins --locked --quiet
+
+vm-tests: stage
+	@tests/run-all $(STAGE)
+
+bench: stage
+	@tests/bench/run $(STAGE)
+
+clean:
+	cargo clean
