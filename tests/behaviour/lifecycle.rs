@@ -1,0 +1,238 @@
+//! A container starts, sees what it was promised, and ends as it should.
+
+use std::process::Command;
+
+use cube_tests::*;
+
+#[test]
+fn a_container_runs_under_a_kernel_of_its_own() {
+    let inside = Container::new().run(&["uname", "-r"]).success();
+    let outside = Command::new("uname").arg("-r").output().unwrap().stdout;
+    assert!(!inside.trim().is_empty());
+    assert_ne!(inside.as_bytes(), outside);
+}
+
+#[test]
+fn exit_statuses_come_back_as_they_are() {
+    for status in [0, 7, 255] {
+        assert_eq!(
+            Container::new().sh(&format!("exit {status}")).status,
+            status
+        );
+    }
+}
+
+#[test]
+fn a_signal_that_ends_the_container_is_told_by_its_status() {
+    for (signal, status) in [("SIGKILL", 137), ("SIGTERM", 143)] {
+        // A shell as PID 1 gets only signals that it handles: sleep is its child, the trap its answer.
+        let script = "trap 'exit 143' TERM; echo ready; sleep 1000 & wait";
+        let running = Container::new().start(&["sh", "-c", script]);
+        running.exec(&["true"]).success();
+        let mut waiter = running.attach();
+        running.task("kill", &["--signal", signal]).success();
+        assert_eq!(waiter.wait().unwrap().code(), Some(status), "{signal}");
+    }
+}
+
+#[test]
+fn environment_directory_user_and_arguments_arrive() {
+    let script = r#"echo "$GREETING|$(pwd)|$(id -u):$(id -g)|$0|$1|$2""#;
+    let text = Container::new()
+        .option("--env", "GREETING=good day")
+        .option("--cwd", "/tmp")
+        .option("--user", "33:33")
+        .run(&["sh", "-c", script, "zero", "a b", ""])
+        .success();
+    assert_eq!(text, "good day|/tmp|33:33|zero|a b|\n");
+}
+
+#[test]
+fn a_user_is_found_by_name_with_its_groups() {
+    let text = Container::new()
+        .option("--user", "www-data")
+        .run(&["id"])
+        .success();
+    assert!(
+        text.starts_with("uid=33(www-data) gid=33(www-data)"),
+        "{text}"
+    );
+}
+
+#[test]
+fn two_vcpus_and_512_mb_are_there_and_both_processors_work() {
+    // Two busy loops on two processors take less wall time than processor time.
+    let script = "nproc; grep MemTotal /proc/meminfo; \
+        f() { i=0; while [ $i -lt 60000 ]; do i=$((i+1)); done; }; \
+        f & f & wait; grep -c ^cpu[01] /proc/stat; \
+        awk '/^cpu[01] /{print ($2+$3+$4 > 20)}' /proc/stat";
+    let text = Container::new()
+        .option("--cpus", "2")
+        .option("--memory-limit", &(512u64 << 20).to_string())
+        .sh(script)
+        .success();
+    let lines: Vec<_> = text.lines().collect();
+    assert_eq!(lines[0], "2");
+    let kib: u64 = lines[1].split_whitespace().nth(1).unwrap().parse().unwrap();
+    // What the guest kernel itself takes is missing from the total; the limit must fit in.
+    assert!((512 << 10..700 << 10).contains(&kib), "{text}");
+    assert_eq!(lines[2..], ["2", "1", "1"], "{text}");
+}
+
+#[test]
+fn a_container_that_asks_for_nothing_gets_the_defaults() {
+    let text = Container::new()
+        .sh("nproc; grep MemTotal /proc/meminfo")
+        .success();
+    let mut lines = text.lines();
+    assert_eq!(lines.next(), Some("1"));
+    let kib: u64 = lines
+        .next()
+        .unwrap()
+        .split_whitespace()
+        .nth(1)
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!((200 << 10..=256 << 10).contains(&kib), "{text}");
+}
+
+#[test]
+fn annotations_size_the_sandbox() {
+    let text = Container::new()
+        .setting("default_vcpus", "2")
+        .setting("default_memory_mib", "384")
+        .sh("nproc; grep MemTotal /proc/meminfo")
+        .success();
+    assert!(text.starts_with("2\n"), "{text}");
+    let kib: u64 = text.split_whitespace().nth(2).unwrap().parse().unwrap();
+    assert!((320 << 10..=384 << 10).contains(&kib), "{text}");
+}
+
+#[test]
+fn a_terminal_has_the_right_size() {
+    let container = Container::new().flag("--tty");
+    let inner = container.command(&["--rm"], &["sh", "-c", "tty && stty size"]);
+    let words: Vec<_> = std::iter::once(inner.get_program())
+        .chain(inner.get_args())
+        .map(|w| format!("'{}'", w.to_string_lossy().replace('\'', r"'\''")))
+        .collect();
+    // `script` gives the client a terminal; timeout(1) must leave the client in its foreground.
+    let words = words
+        .join(" ")
+        .replacen("'timeout'", "'timeout' '--foreground'", 1);
+    let line = format!("stty rows 33 cols 101; {words}");
+    let output = Command::new("script")
+        .args(["-qec", &line, "/dev/null"])
+        .output()
+        .unwrap();
+    let ended = Ended::from(output);
+    assert_eq!(ended.status, 0, "{ended:?}");
+    let text = ended.text();
+    assert!(
+        text.contains("/dev/pts/0") || text.contains("/dev/console"),
+        "{text}"
+    );
+    assert!(text.contains("33 101"), "{text}");
+}
+
+#[test]
+fn exec_runs_beside_the_first_process_and_tells_its_own_status() {
+    let running = Container::new().start(&["sleep", "1000"]);
+    assert_eq!(running.exec(&["echo", "hello"]).success(), "hello\n");
+    assert_eq!(running.exec(&["sh", "-c", "exit 9"]).status, 9);
+    let processes = running.exec(&["ps"]).success();
+    assert!(processes.contains("sleep 1000"), "{processes}");
+}
+
+#[test]
+fn a_signal_that_ends_an_exec_is_told_by_its_status() {
+    let running = Container::new().start(&["sleep", "1000"]);
+    for (signal, status) in [("SIGKILL", 137), ("SIGTERM", 143)] {
+        let exec_id = unique("e");
+        let arguments = [
+            "task",
+            "exec",
+            "--exec-id",
+            &exec_id,
+            &running.id,
+            "sh",
+            "-c",
+            "echo up; exec sleep 1000",
+        ];
+        let mut exec = ctr(&arguments)
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        // Its first output says that it runs.
+        let mut up = [0; 3];
+        std::io::Read::read_exact(exec.stdout.as_mut().unwrap(), &mut up).unwrap();
+        must_ctr(&[
+            "task",
+            "kill",
+            "--exec-id",
+            &exec_id,
+            "--signal",
+            signal,
+            &running.id,
+        ]);
+        assert_eq!(exec.wait().unwrap().code(), Some(status), "{signal}");
+    }
+}
+
+#[test]
+fn a_paused_container_stands_still_and_goes_on() {
+    let running =
+        Container::new().start(&["sh", "-c", "while :; do echo >> /n; usleep 1000; done"]);
+    let count = || -> u64 {
+        running
+            .exec(&["sh", "-c", "wc -l < /n"])
+            .success()
+            .trim()
+            .parse()
+            .unwrap()
+    };
+    running.task("pause", &[]).success();
+    let list = must_ctr(&["task", "list"]);
+    assert!(
+        list.lines()
+            .any(|l| l.contains(&running.id) && l.contains("PAUSED")),
+        "{list}"
+    );
+    running.task("resume", &[]).success();
+    let before = count();
+    // It goes on: wait for more lines to come.
+    running
+        .exec(&[
+            "sh",
+            "-c",
+            &format!("until [ $(wc -l < /n) -gt {before} ]; do usleep 1000; done"),
+        ])
+        .success();
+}
+
+#[test]
+fn metrics_tell_what_the_container_uses() {
+    let running = Container::new().start(&["sleep", "1000"]);
+    let text = running.task("metrics", &[]).success();
+    let value = |name: &str| -> Option<u64> {
+        text.lines()
+            .find(|l| l.starts_with(name))?
+            .split_whitespace()
+            .last()?
+            .parse()
+            .ok()
+    };
+    let memory = value("memory.usage").or_else(|| value("memory.usage_in_bytes"));
+    assert!(memory.is_some_and(|m| m > 0), "{text}");
+    assert!(value("pids.current").is_some_and(|n| n == 1), "{text}");
+}
+
+#[test]
+fn processes_and_state_are_listed() {
+    let running = Container::new().start(&["sleep", "1000"]);
+    let pid = running.pid();
+    let processes = running.task("ps", &[]).success();
+    assert!(processes.contains(&pid.to_string()), "{processes}");
+    assert!(std::path::Path::new(&format!("/proc/{pid}")).exists());
+}
