@@ -11,6 +11,7 @@
 
 pub mod queue;
 pub mod queue_state;
+pub mod vsock;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
