@@ -9,8 +9,12 @@
 //! eventfd, or a backend's descriptor, becomes ready. A device that may block on the host has a
 //! worker of its own instead.
 
+pub mod config_space;
+pub mod console;
 pub mod queue;
 pub mod queue_state;
+#[cfg(test)]
+mod testing;
 pub mod vsock;
 
 use std::sync::Arc;
