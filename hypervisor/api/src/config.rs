@@ -89,6 +89,11 @@ pub struct ShareConfig {
     /// Refuse everything that would change it. Default: false.
     #[serde(default)]
     pub read_only: bool,
+    /// Names of directories directly below `path`. What is mounted on their subdirectories, now or later, is
+    /// changed by this guest alone (containers' root filesystems), and the guest may cache it for as long as
+    /// it likes. Everywhere else the guest sees what the host changes after at most one second. Default: none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub guest_owned: Vec<String>,
 }
 
 /// The vsock device. The guest's connections to port P of the host (CID 2) go to the Unix socket
@@ -168,7 +173,7 @@ mod tests {
         let text = r#"{"kernel":"/k","initramfs":"/i","cmdline":"quiet","vcpus":2,"memory_mib":512,
             "disks":[{"path":"/d","read_only":true,"serial":"a"}],"spare_disks":4,
             "networks":[{"tap":"tap0","mac":"02:00:00:00:00:01","mtu":1400}],"spare_networks":1,
-            "shares":[{"tag":"cube","path":"/s"}],"vsock":{"path":"/v"},"entropy":false,"console":"stdio"}"#;
+            "shares":[{"tag":"cube","path":"/s","guest_owned":["rootfs"]}],"vsock":{"path":"/v"},"entropy":false,"console":"stdio"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         let again: VmConfig =
             serde_json::from_str(&serde_json::to_string(&config).unwrap()).unwrap();

@@ -11,6 +11,7 @@
 
 pub mod config_space;
 pub mod console;
+pub mod fs;
 pub mod queue;
 pub mod queue_state;
 #[cfg(test)]
