@@ -485,3 +485,11 @@ pub struct SocketEvent {
     /// Nothing goes either way any more, except for what is still to be read.
     pub gone: bool,
 }
+
+#[cfg(test)]
+impl Connection {
+    /// Bytes that wait for the socket to take them.
+    pub fn held(&self) -> usize {
+        self.backlog.len()
+    }
+}

@@ -604,6 +604,17 @@ impl Mux {
         (self.connections.len(), rests, self.handshakes)
     }
 
+    /// How many refusals wait.
+    pub fn resets(&self) -> usize {
+        self.resets.len()
+    }
+
+    /// The most that is held of one connection.
+    pub fn largest_backlog(&self) -> usize {
+        let held = self.connections.values().map(Connection::held);
+        held.max().unwrap_or(0)
+    }
+
     /// Whether nothing is left over from any connection.
     pub fn is_clean(&self) -> bool {
         self.counts() == (0, 0, 0) && !self.has_outgoing() && self.shared_grants == SHARED_GRANTS

@@ -767,10 +767,3 @@ fn host_ports_wrap_and_skip_those_in_use() {
     drop(taken);
     assert_ne!(Key { host: 1, guest: 2 }, Key { host: 2, guest: 1 });
 }
-
-impl Machine {
-    fn expect_any(&mut self) -> u16 {
-        self.pump();
-        self.receive().expect("a packet for the guest").0.op
-    }
-}

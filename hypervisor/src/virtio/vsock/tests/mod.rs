@@ -3,6 +3,9 @@
 
 mod behaviour;
 mod driver;
+mod guest;
+mod hostile;
+mod model;
 
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -210,6 +213,12 @@ impl Machine {
         let packet = self.receive().expect("a packet for the guest");
         assert_eq!(packet.0.op, op, "{:?}", packet.0);
         packet
+    }
+
+    /// Lets the device run. The operation of the next packet, which there must be.
+    pub fn expect_any(&mut self) -> u16 {
+        self.pump();
+        self.receive().expect("a packet for the guest").0.op
     }
 
     /// Lets the device run; there must be nothing for the guest.
