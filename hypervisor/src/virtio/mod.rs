@@ -9,6 +9,7 @@
 //! eventfd, or a backend's descriptor, becomes ready. A device that may block on the host has a
 //! worker of its own instead.
 
+pub mod block;
 pub mod config_space;
 pub mod console;
 pub mod fs;
@@ -64,6 +65,9 @@ pub trait VirtioDevice: MutEventSubscriber + Send {
     /// The queues' present state, for a snapshot; empty while the device is not active. The
     /// machine is paused, and a device with a worker of its own has it paused on return.
     fn queue_states(&self) -> Vec<QueueState>;
+
+    /// The machine goes on after [`queue_states`](Self::queue_states): a worker that was paused may start again.
+    fn resume(&mut self) {}
 }
 
 /// What an active device works with.

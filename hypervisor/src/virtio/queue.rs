@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
-use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{GuestAddress, GuestMemory, GuestMemoryError};
 
@@ -24,6 +24,8 @@ pub const MAX_SEGMENTS: usize = 1024;
 pub const FEATURE_VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
 /// `VIRTIO_F_EVENT_IDX` as a mask: each side names the index at which it wants to be told.
 pub const FEATURE_EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
+/// `VIRTIO_F_INDIRECT_DESC` as a mask: a chain may lie in a table of its own.
+pub const FEATURE_INDIRECT_DESC: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
 
 /// How the driver broke a queue.
 #[derive(Debug, thiserror::Error)]

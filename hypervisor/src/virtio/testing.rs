@@ -87,6 +87,18 @@ impl<D: VirtioDevice> Driver<D> {
         self.activate_with(features, queues);
     }
 
+    /// Resets the device and sets it up anew, as a driver does that is loaded again.
+    pub fn start_over(&mut self) {
+        self.device().reset();
+        for index in 0..self.queues.len() {
+            self.queues[index] = DriverQueue::default();
+            self.write(rings(index).0, &[0; 0x1000]);
+        }
+        self.interrupt.restore(0, false);
+        let features = self.device().offered_features();
+        self.activate(features);
+    }
+
     pub fn activate_with(&self, features: u64, queues: Vec<Queue>) {
         let activation = Activation {
             memory: self.memory.clone(),
@@ -120,6 +132,13 @@ impl<D: VirtioDevice> Driver<D> {
             .write_obj(head, GuestAddress(available + 4 + slot * 2))
             .unwrap();
         state.available = state.available.wrapping_add(1);
+        // With VIRTIO_F_EVENT_IDX: interrupt at the next buffer that is used.
+        self.memory
+            .write_obj(
+                state.used,
+                GuestAddress(available + 4 + u64::from(SIZE) * 2),
+            )
+            .unwrap();
         self.memory
             .write_obj(state.available, GuestAddress(available + 2))
             .unwrap();

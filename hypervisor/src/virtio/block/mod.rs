@@ -1,0 +1,389 @@
+//! The block device (virtio 1.2, section 5.2).
+//!
+//! A device without a disk is a spare slot: it has the capacity 0 until [`Block::attach`]
+//! fills it, which the guest learns by a configuration interrupt. The disk's worker starts with the first
+//! request for it, so a slot that is never filled costs no thread.
+
+mod disk;
+mod request;
+mod worker;
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO,
+    VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_WRITE_ZEROES,
+};
+use virtio_queue::QueueState;
+use vmm_sys_util::eventfd::EventFd;
+
+use disk::SECTOR;
+pub use disk::{Disk, DiskError};
+use request::{ID_LEN, MAX_RANGE_SECTORS, MAX_RANGES};
+use worker::{Ring, Worker};
+
+use super::queue::{Buffers, FEATURE_EVENT_IDX, FEATURE_INDIRECT_DESC, FEATURE_VERSION_1};
+use super::queue_state::ActiveState;
+use super::{ActivateError, Activation, Interrupt, VirtioDevice, config_space};
+
+/// The device type (virtio 1.2, section 5.2.1).
+const TYPE_BLOCK: u32 = 2;
+
+const QUEUE_SIZE: u16 = 128;
+const QUEUE_SIZES: [u16; 1] = [QUEUE_SIZE];
+
+/// The most parts of a request's data: the header and the status take two descriptors.
+const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
+
+/// The device.
+pub struct Block {
+    disk: Option<Arc<Disk>>,
+    id: [u8; ID_LEN],
+    kick: [EventFd; 1],
+    /// Readable when the device thread has to take up the kick again.
+    wake: EventFd,
+    /// Whether the kick is in the device thread's event loop, not in a worker's.
+    watched: bool,
+    active: Option<Active>,
+}
+
+struct Active {
+    features: u64,
+    interrupt: Arc<Interrupt>,
+    // A snapshot stops the worker through a shared reference.
+    queue: Mutex<QueueOwner>,
+}
+
+/// Who has the queue.
+enum QueueOwner {
+    /// The device: nothing was asked for yet, or there is no disk, or the machine is paused.
+    Device(Box<Ring>),
+    Worker(Worker),
+    /// Nobody: the driver broke it, or the host has no thread left.
+    Broken,
+}
+
+/// What a snapshot keeps of the device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockState {
+    /// The driver's choices and queue, if the device was active.
+    pub active: Option<ActiveState>,
+    /// The serial number.
+    pub serial: String,
+    /// The disk's size in sectors of 512 bytes; `None` for a slot without one.
+    pub sectors: Option<u64>,
+}
+
+/// Why a disk cannot be attached.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The slot has a disk.
+    #[error("The slot has a disk already")]
+    Occupied,
+}
+
+/// Why a device cannot be restored.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    /// The host refuses an eventfd.
+    #[error("Cannot create an eventfd")]
+    Host(#[from] io::Error),
+    /// The disk is not the one that the guest knows.
+    #[error("The disk has {found:?} sectors, in the snapshot it had {saved:?}")]
+    OtherDisk {
+        /// Its size in the snapshot.
+        saved: Option<u64>,
+        /// Its size now.
+        found: Option<u64>,
+    },
+}
+
+impl Block {
+    /// A device with `disk`, or a spare slot, and the serial number `serial`, of which the first 20 bytes count.
+    ///
+    /// # Errors
+    ///
+    /// The host has no eventfd left.
+    pub fn new(disk: Option<Disk>, serial: &str) -> io::Result<Self> {
+        let mut id = [0; ID_LEN];
+        for (to, from) in id.iter_mut().zip(serial.bytes()) {
+            *to = from;
+        }
+        Ok(Self {
+            disk: disk.map(Arc::new),
+            id,
+            kick: [EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?],
+            wake: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
+            watched: false,
+            active: None,
+        })
+    }
+
+    /// Fills a spare slot; the guest sees the new capacity at once. Linux looks at a disk's being read-only
+    /// only when it finds the device: a guest that writes to a read-only disk in a spare slot gets errors.
+    ///
+    /// # Errors
+    ///
+    /// The slot is not spare.
+    pub fn attach(&mut self, disk: Disk) -> Result<(), AttachError> {
+        if self.disk.is_some() {
+            return Err(AttachError::Occupied);
+        }
+        self.disk = Some(Arc::new(disk));
+        if let Some(active) = &self.active {
+            active.interrupt.signal_config();
+        }
+        Ok(())
+    }
+
+    /// For a snapshot; the worker has stopped on return and starts again with [`resume`](VirtioDevice::resume).
+    pub fn save(&self) -> BlockState {
+        let end = self.id.iter().position(|&byte| byte == 0);
+        let serial = self.id.get(..end.unwrap_or(ID_LEN)).unwrap_or(&self.id);
+        BlockState {
+            active: self
+                .active
+                .as_ref()
+                .and_then(|active| ActiveState::new(active.features, self.queue_states())),
+            serial: String::from_utf8_lossy(serial).into_owned(),
+            sectors: self.disk.as_ref().map(|disk| disk.sectors()),
+        }
+    }
+
+    /// A device as it was, to be made active by [`ActiveState::activation`].
+    ///
+    /// # Errors
+    ///
+    /// The disk has another size than then.
+    pub fn restore(state: &BlockState, disk: Option<Disk>) -> Result<Self, RestoreError> {
+        let found = disk.as_ref().map(Disk::sectors);
+        if found != state.sectors {
+            return Err(RestoreError::OtherDisk {
+                saved: state.sectors,
+                found,
+            });
+        }
+        Ok(Self::new(disk, &state.serial)?)
+    }
+
+    /// The configuration space (virtio 1.2, section 5.2.4) up to `write_zeroes_may_unmap` and its padding.
+    fn config(&self) -> [u8; 60] {
+        let sectors = self.disk.as_ref().map_or(0, |disk| disk.sectors());
+        let mut space = [0; 60];
+        let fields: [(usize, &[u8]); 8] = [
+            (0, &sectors.to_le_bytes()),
+            (12, &SEG_MAX.to_le_bytes()),
+            (20, &self.block_size().to_le_bytes()),
+            (36, &MAX_RANGE_SECTORS.to_le_bytes()),
+            (40, &MAX_RANGES.to_le_bytes()),
+            (44, &(self.block_size() / SECTOR as u32).to_le_bytes()),
+            (48, &MAX_RANGE_SECTORS.to_le_bytes()),
+            (52, &MAX_RANGES.to_le_bytes()),
+        ];
+        for (offset, bytes) in fields {
+            for (to, from) in space.iter_mut().skip(offset).zip(bytes) {
+                *to = *from;
+            }
+        }
+        // write_zeroes_may_unmap
+        space[56] = 1;
+        space
+    }
+
+    fn block_size(&self) -> u32 {
+        self.disk
+            .as_ref()
+            .map_or(SECTOR as u32, |disk| disk.block_size())
+    }
+
+    /// The guest has kicked: the queue goes to a worker, or is answered here if there is no disk.
+    fn kicked(&mut self, ops: &mut EventOps<'_>) {
+        let Some(active) = &mut self.active else {
+            let _ = self.kick[0].read();
+            return;
+        };
+        let owner = active
+            .queue
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(owner, QueueOwner::Broken) {
+            QueueOwner::Device(mut ring) => match &self.disk {
+                Some(disk) => {
+                    // From here on the kick is the worker's alone.
+                    let _ = ops.remove(Events::new(&self.kick[0], EventSet::IN));
+                    self.watched = false;
+                    let started = self.kick[0]
+                        .try_clone()
+                        .and_then(|kick| Worker::start(ring, disk.clone(), kick));
+                    match started {
+                        Ok(worker) => *owner = QueueOwner::Worker(worker),
+                        Err(error) => {
+                            log::error!("Cannot start a disk's worker: {error}");
+                            active.interrupt.signal_needs_reset();
+                        }
+                    }
+                }
+                None => {
+                    let _ = self.kick[0].read();
+                    match ring.serve(None) {
+                        Ok(more) => {
+                            if more {
+                                let _ = self.kick[0].write(1);
+                            }
+                            *owner = QueueOwner::Device(ring);
+                        }
+                        Err(error) => {
+                            log::warn!("The guest broke a spare disk's queue: {error}");
+                            active.interrupt.signal_needs_reset();
+                        }
+                    }
+                }
+            },
+            other => {
+                let _ = self.kick[0].read();
+                *owner = other;
+            }
+        }
+    }
+
+    fn watch(&mut self, ops: &mut EventOps<'_>) {
+        let worker_has_it = self
+            .active
+            .as_ref()
+            .is_some_and(|active| matches!(*active.owner(), QueueOwner::Worker(_)));
+        if self.watched || worker_has_it {
+            return;
+        }
+        match ops.add(Events::new(&self.kick[0], EventSet::IN)) {
+            Ok(()) => self.watched = true,
+            Err(error) => log::error!("A disk is dead: cannot wait for the guest: {error:?}"),
+        }
+    }
+}
+
+impl Active {
+    fn owner(&self) -> MutexGuard<'_, QueueOwner> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the queue back from the worker, if one has it.
+    fn stop_worker(&self) {
+        let mut owner = self.owner();
+        *owner = match std::mem::replace(&mut *owner, QueueOwner::Broken) {
+            QueueOwner::Worker(worker) => match worker.stop() {
+                Some(ring) => QueueOwner::Device(ring),
+                None => QueueOwner::Broken,
+            },
+            other => other,
+        };
+    }
+}
+
+impl MutEventSubscriber for Block {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        if let Err(error) = ops.add(Events::new(&self.wake, EventSet::IN)) {
+            log::error!("A disk is dead: cannot wait for events: {error:?}");
+        }
+        self.watch(ops);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps<'_>) {
+        if events.fd() == self.wake.as_raw_fd() {
+            let _ = self.wake.read();
+            self.watch(ops);
+        } else {
+            self.kicked(ops);
+        }
+    }
+}
+
+impl VirtioDevice for Block {
+    fn device_type(&self) -> u32 {
+        TYPE_BLOCK
+    }
+
+    fn queue_max_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn queue_events(&self) -> &[EventFd] {
+        &self.kick
+    }
+
+    fn offered_features(&self) -> u64 {
+        let common = FEATURE_VERSION_1
+            | FEATURE_EVENT_IDX
+            | FEATURE_INDIRECT_DESC
+            | 1 << VIRTIO_BLK_F_SEG_MAX
+            | 1 << VIRTIO_BLK_F_BLK_SIZE
+            | 1 << VIRTIO_BLK_F_FLUSH;
+        match self.disk.as_ref().is_some_and(|disk| disk.read_only()) {
+            true => common | 1 << VIRTIO_BLK_F_RO,
+            false => common | 1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES,
+        }
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        config_space::read(&self.config(), offset, data);
+    }
+
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {
+        // Only `writeback` could be written, and it belongs to a feature that is not offered.
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let features = activation.features;
+        let interrupt = activation.interrupt.clone();
+        let [queue] = activation.into_queues()?;
+        self.active = Some(Active {
+            features,
+            interrupt,
+            queue: Mutex::new(QueueOwner::Device(Box::new(Ring {
+                buffers: Buffers::new(queue.memory().clone()),
+                queue,
+                id: self.id,
+                write_through: features & 1 << VIRTIO_BLK_F_FLUSH == 0,
+                complained: false,
+            }))),
+        });
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        if let Some(active) = self.active.take() {
+            // Requests under way would write to memory that the guest uses otherwise by then: wait for them.
+            active.stop_worker();
+        }
+        let _ = self.wake.write(1);
+    }
+
+    fn queue_states(&self) -> Vec<QueueState> {
+        let Some(active) = &self.active else {
+            return Vec::new();
+        };
+        active.stop_worker();
+        match &*active.owner() {
+            QueueOwner::Device(ring) => vec![ring.queue.state()],
+            QueueOwner::Worker(_) | QueueOwner::Broken => Vec::new(),
+        }
+    }
+
+    fn resume(&mut self) {
+        let _ = self.wake.write(1);
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if let Some(active) = &self.active {
+            active.stop_worker();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
