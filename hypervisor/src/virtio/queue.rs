@@ -157,12 +157,22 @@ impl DeviceQueue {
     ///
     /// The available ring is out of reach.
     pub fn notify(&mut self) -> Result<(), QueueError> {
-        match self.queue.needs_notification(&*self.memory) {
-            Ok(true) => self.interrupt.signal_used(),
-            Ok(false) => {}
-            Err(_) => return Err(QueueError::Ring(self.index)),
+        if self.must_notify()? {
+            self.interrupt.signal_used();
         }
         Ok(())
+    }
+
+    /// Whether the driver wants to know of what was used since the last call: for a device that
+    /// interrupts once for more than one queue.
+    ///
+    /// # Errors
+    ///
+    /// The available ring is out of reach.
+    pub fn must_notify(&mut self) -> Result<bool, QueueError> {
+        self.queue
+            .needs_notification(&*self.memory)
+            .map_err(|_| QueueError::Ring(self.index))
     }
 
     /// Asks the driver to kick again. `true` when chains came meanwhile, without a kick.

@@ -241,10 +241,17 @@ impl Active {
     /// Takes the guest's packets, if `kicked`, and gives it what there is for it.
     fn run(&mut self, mux: &mut Mux, kicked: bool) -> Result<Left, QueueError> {
         let mut left = Left::default();
+        let (tx_used, rx_used) = (self.tx.state().next_used, self.rx.state().next_used);
         if kicked || self.tx_left {
             left.tx = self.take_packets(mux)?;
         }
         left.rx = self.give_packets(mux)?;
+        // One interrupt for both.
+        let mut notify = self.tx.state().next_used != tx_used && self.tx.must_notify()?;
+        notify |= self.rx.state().next_used != rx_used && self.rx.must_notify()?;
+        if notify {
+            self.interrupt.signal_used();
+        }
         // The guest took its refusals: on with what had to wait for that.
         left.tx |= self.tx_left && mux.takes_packets();
         Ok(left)
@@ -253,7 +260,6 @@ impl Active {
     /// `true` when the turn ended before the packets did.
     fn take_packets(&mut self, mux: &mut Mux) -> Result<bool, QueueError> {
         let mut budget = Budget::new();
-        let mut used = false;
         self.tx.disable_notification()?;
         self.tx_left = loop {
             if budget.is_spent() || !mux.takes_packets() {
@@ -268,11 +274,7 @@ impl Active {
             budget.spend(self.packet.readable.len());
             take_packet(mux, &mut self.packet);
             self.tx.add_used(head, 0)?;
-            used = true;
         };
-        if used {
-            self.tx.notify()?;
-        }
         Ok(self.tx_left && mux.takes_packets())
     }
 
@@ -282,21 +284,20 @@ impl Active {
             return Ok(false);
         }
         let mut budget = Budget::new();
-        let before = self.rx.state().next_used;
         self.rx.disable_notification()?;
-        let left = loop {
+        loop {
             if !mux.has_outgoing() {
-                break false;
+                return Ok(false);
             }
             if budget.is_spent() {
-                break true;
+                return Ok(true);
             }
             if !self.batch.load_first(&mut self.rx)? {
                 if self.rx.enable_notification()? {
                     budget.spend(0);
                     continue;
                 }
-                break false;
+                return Ok(false);
             }
             let count = match mux.next() {
                 Some(Outgoing::Packet(header)) => {
@@ -310,15 +311,11 @@ impl Active {
                 }
                 None => {
                     self.batch.put_back(&mut self.rx);
-                    break false;
+                    return Ok(false);
                 }
             };
             budget.spend(count);
-        };
-        if self.rx.state().next_used != before {
-            self.rx.notify()?;
         }
-        Ok(left)
     }
 
     /// Tells the driver that its connections are gone, once it has a buffer for that.
