@@ -13,6 +13,7 @@ pub mod block;
 pub mod config_space;
 pub mod console;
 pub mod fs;
+pub mod mmio;
 pub mod queue;
 pub mod queue_state;
 #[cfg(test)]
@@ -101,6 +102,7 @@ pub enum ActivateError {
 pub struct Interrupt {
     status: AtomicU32,
     needs_reset: AtomicBool,
+    config_generation: AtomicU32,
     line: EventFd,
 }
 
@@ -115,6 +117,7 @@ impl Interrupt {
         Self {
             status: AtomicU32::new(0),
             needs_reset: AtomicBool::new(false),
+            config_generation: AtomicU32::new(0),
             line,
         }
     }
@@ -124,8 +127,10 @@ impl Interrupt {
         self.signal(INTERRUPT_USED_RING);
     }
 
-    /// The configuration space changed.
+    /// The configuration space changed. To be called before the lock on the device, under which
+    /// it changed, is given up: a driver that reads it in parts then sees a new generation.
     pub fn signal_config(&self) {
+        self.config_generation.fetch_add(1, Ordering::AcqRel);
         self.signal(INTERRUPT_CONFIG);
     }
 
@@ -156,6 +161,16 @@ impl Interrupt {
     pub fn restore(&self, causes: u32, needs_reset: bool) {
         self.status.store(causes, Ordering::Release);
         self.needs_reset.store(needs_reset, Ordering::Release);
+    }
+
+    /// How often the configuration space has changed (virtio 1.2, section 4.2.2, `ConfigGeneration`).
+    pub fn config_generation(&self) -> u32 {
+        self.config_generation.load(Ordering::Acquire)
+    }
+
+    /// Puts a snapshot's generation back.
+    pub fn restore_config_generation(&self, generation: u32) {
+        self.config_generation.store(generation, Ordering::Release);
     }
 
     /// The irqfd.
