@@ -1,0 +1,5 @@
+//! What a vCPU is when it starts, and what a snapshot keeps of it.
+
+pub mod cpuid;
+pub mod registers;
+pub mod state;
