@@ -1,0 +1,172 @@
+//! The virtual machine as KVM sees it: memory slots, the interrupt controller's user-space half,
+//! and the descriptors by which devices and guest wake each other.
+
+use kvm_bindings::{
+    KVM_CAP_SPLIT_IRQCHIP, KVM_IRQ_ROUTING_MSI, KvmIrqRouting, kvm_clock_data, kvm_enable_cap,
+    kvm_irq_routing_entry, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{IoEventAddress, Kvm, VmFd};
+use serde::{Deserialize, Serialize};
+use vm_memory::{Address, GuestMemory, GuestMemoryRegion};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::io_apic::{IoApic, PINS};
+use crate::memory::KVM_TSS;
+use crate::virtio::Memory;
+use crate::virtio::mmio::QUEUE_NOTIFY;
+
+/// Why KVM does not give the machine what it needs.
+#[derive(Debug, thiserror::Error)]
+pub enum VmError {
+    /// An ioctl failed.
+    #[error("KVM cannot {0}")]
+    Ioctl(&'static str, #[source] kvm_ioctls::Error),
+    /// More routes than KVM takes: there are far fewer pins.
+    #[error("KVM does not take as many interrupt routes as the IOAPIC has pins")]
+    TooManyRoutes,
+}
+
+/// Makes a machine with guest `memory` and, in KVM, local APICs only: no PIT, no PIC, no IOAPIC.
+pub fn create(kvm: &Kvm, memory: &Memory) -> Result<VmFd, VmError> {
+    let vm = loop {
+        match kvm.create_vm() {
+            // A signal came: it is a long call.
+            Err(e) if e.errno() == libc::EINTR => continue,
+            other => break other.map_err(|e| VmError::Ioctl("create a machine", e))?,
+        }
+    };
+    // Costs nothing where the processor runs real mode by itself, and where it does not KVM needs it.
+    vm.set_tss_address(KVM_TSS as usize)
+        .map_err(|e| VmError::Ioctl("place its task state segment", e))?;
+    for (slot, region) in (0..).zip(memory.iter()) {
+        let slot = kvm_userspace_memory_region {
+            slot,
+            guest_phys_addr: region.start_addr().raw_value(),
+            memory_size: region.len(),
+            userspace_addr: region.as_ptr() as u64,
+            flags: 0,
+        };
+        // SAFETY: The region stays mapped as long as the process lives, and belongs to the guest alone.
+        unsafe { vm.set_user_memory_region(slot) }
+            .map_err(|e| VmError::Ioctl("map the guest's memory", e))?;
+    }
+    split_irqchip(&vm)?;
+    Ok(vm)
+}
+
+/// Leaves everything but the local APICs to user space, with interrupt numbers 0 to 23 for the
+/// IOAPIC's pins.
+pub fn split_irqchip(vm: &VmFd) -> Result<(), VmError> {
+    let mut capability = kvm_enable_cap {
+        cap: KVM_CAP_SPLIT_IRQCHIP,
+        ..Default::default()
+    };
+    capability.args[0] = PINS as u64;
+    vm.enable_cap(&capability)
+        .map_err(|e| VmError::Ioctl("split its interrupt controller", e))
+}
+
+/// Makes KVM raise `pin` when `line` is written.
+pub fn connect_line(vm: &VmFd, line: &EventFd, pin: u32) -> Result<(), VmError> {
+    vm.register_irqfd(line, pin)
+        .map_err(|e| VmError::Ioctl("connect an interrupt line", e))
+}
+
+/// Makes KVM write to a queue's eventfd when the guest notifies that queue of the device whose
+/// registers start at `window`.
+pub fn connect_queues(vm: &VmFd, window: u64, events: &[EventFd]) -> Result<(), VmError> {
+    let address = IoEventAddress::Mmio(window + QUEUE_NOTIFY);
+    for (index, event) in (0u32..).zip(events) {
+        vm.register_ioevent(event, &address, index)
+            .map_err(|e| VmError::Ioctl("take a queue's notifications", e))?;
+    }
+    Ok(())
+}
+
+/// Makes KVM deliver the pins' interrupts as the IOAPIC says now.
+pub fn set_routes(vm: &VmFd, io_apic: &IoApic) -> Result<(), VmError> {
+    let entries: Vec<_> = io_apic
+        .routes()
+        .map(|(gsi, msi)| {
+            let mut entry = kvm_irq_routing_entry {
+                gsi,
+                type_: KVM_IRQ_ROUTING_MSI,
+                ..Default::default()
+            };
+            entry.u.msi.address_lo = msi.address;
+            entry.u.msi.data = msi.data;
+            entry
+        })
+        .collect();
+    let routing = KvmIrqRouting::from_entries(&entries).map_err(|_| VmError::TooManyRoutes)?;
+    vm.set_gsi_routing(&routing)
+        .map_err(|e| VmError::Ioctl("route interrupts", e))
+}
+
+/// The guest's kvm-clock, as a snapshot keeps it: nanoseconds since the machine's start, which do
+/// not go on while the machine is a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClockState {
+    nanoseconds: u64,
+}
+
+impl ClockState {
+    /// Reads the clock.
+    pub fn save(vm: &VmFd) -> Result<Self, VmError> {
+        let clock = vm
+            .get_clock()
+            .map_err(|e| VmError::Ioctl("read the guest's clock", e))?;
+        Ok(Self {
+            nanoseconds: clock.clock,
+        })
+    }
+
+    /// Sets the clock, from which moment on it runs.
+    pub fn restore(self, vm: &VmFd) -> Result<(), VmError> {
+        let clock = kvm_clock_data {
+            clock: self.nanoseconds,
+            ..Default::default()
+        };
+        vm.set_clock(&clock)
+            .map_err(|e| VmError::Ioctl("set the guest's clock", e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{kvm, memory};
+
+    #[test]
+    #[ignore = "needs KVM: the rig runs it"]
+    fn the_clock_goes_on_from_where_it_was_saved() {
+        let memory = memory::allocate(2).unwrap();
+        let vm = create(&kvm::open().unwrap(), &memory).unwrap();
+        let state = ClockState {
+            nanoseconds: 1 << 50,
+        };
+        let text = serde_json::to_string(&state).unwrap();
+        let read: ClockState = serde_json::from_str(&text).unwrap();
+        assert_eq!(read, state);
+        read.restore(&vm).unwrap();
+        let later = ClockState::save(&vm).unwrap();
+        assert!(later.nanoseconds >= state.nanoseconds);
+        assert!(later.nanoseconds < state.nanoseconds + 60_000_000_000);
+    }
+
+    #[test]
+    #[ignore = "needs KVM: the rig runs it"]
+    fn routes_follow_the_io_apic() {
+        let memory = memory::allocate(2).unwrap();
+        let vm = create(&kvm::open().unwrap(), &memory).unwrap();
+        let _vcpu = vm.create_vcpu(0).unwrap();
+        let mut io_apic = IoApic::default();
+        set_routes(&vm, &io_apic).unwrap();
+        let line = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        connect_line(&vm, &line, 5).unwrap();
+        io_apic.write(0, &[0x10 + 2 * 5]);
+        assert!(io_apic.write(0x10, &[0x31, 0, 0, 0]));
+        set_routes(&vm, &io_apic).unwrap();
+    }
+}
