@@ -1,0 +1,246 @@
+//! How a machine is put together, from top to bottom.
+
+use std::io;
+use std::sync::{Arc, Mutex};
+
+use cube_hypervisor_api::{ExitStatus, VmConfig};
+use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
+use kvm_ioctls::{Cap, Kvm, VmFd};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use crate::boot::{self, BootError, Entry, mp_table};
+use crate::bus::Bus;
+use crate::console::Console;
+use crate::cpu::cpuid::{CpuidError, Template};
+use crate::cpu::registers::{self, RegisterError};
+use crate::devices::{DeviceError, Devices, OnCrowd};
+use crate::ending::Ending;
+use crate::io_apic::PINS;
+use crate::kvm::{self, KvmError};
+use crate::machine::Machine;
+use crate::memory::{self, MemoryError};
+use crate::serial::SerialPort;
+use crate::vcpu::{self, Vcpu, VcpuError};
+use crate::virtio::mmio::{MmioTransport, SharedDevice, WINDOW_SIZE};
+use crate::virtio::{Interrupt, Memory};
+use crate::vm::{self, VmError};
+
+/// The first of the IOAPIC's pins that belongs to a virtio device: those before it are a PC's timer, keyboard and serial ports.
+const FIRST_PIN: u8 = 5;
+/// The most virtio devices: one pin each.
+const MAX_DEVICES: usize = PINS - FIRST_PIN as usize;
+
+/// Why there is no machine.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// A machine without a processor, or with more than KVM runs.
+    #[error("The machine cannot have {found} vCPUs: set vcpus to 1 to {most}")]
+    Vcpus {
+        /// Asked for.
+        found: u8,
+        /// Possible on this host.
+        most: usize,
+    },
+    /// More devices than interrupt pins.
+    #[error(
+        "The machine cannot have {0} virtio devices: lower spare_disks or spare_networks, at most {MAX_DEVICES} in all are possible"
+    )]
+    Devices(usize),
+    /// See [`MemoryError`].
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// See [`BootError`].
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// See [`DeviceError`].
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// See [`KvmError`].
+    #[error(transparent)]
+    Kvm(#[from] KvmError),
+    /// See [`VmError`].
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// See [`CpuidError`].
+    #[error(transparent)]
+    Cpuid(#[from] CpuidError),
+    /// A vCPU cannot be made.
+    #[error("Cannot create vCPU {0}")]
+    CreateVcpu(u8, #[source] kvm_ioctls::Error),
+    /// A vCPU's CPUID is refused.
+    #[error("Cannot set CPUID of vCPU {0}")]
+    SetCpuid(u8, #[source] kvm_ioctls::Error),
+    /// See [`RegisterError`].
+    #[error(transparent)]
+    Registers(#[from] RegisterError),
+    /// See [`VcpuError`].
+    #[error(transparent)]
+    Vcpu(#[from] VcpuError),
+    /// No eventfd.
+    #[error("Cannot create an eventfd: raise the limit of open files")]
+    EventFd(#[source] io::Error),
+    /// No epoll instance.
+    #[error("Cannot create the event loop: raise the limit of open files")]
+    EventLoop(#[source] event_manager::Error),
+    /// A device model contradicts itself.
+    #[error("Cannot put a transport in front of a virtio device")]
+    Transport(#[source] virtio_queue::Error),
+}
+
+impl BuildError {
+    /// The exit status of a process that ends for this reason.
+    pub fn status(&self) -> ExitStatus {
+        let configuration = match self {
+            Self::Vcpus { .. } | Self::Devices(_) | Self::Boot(_) | Self::Device(_) => true,
+            Self::Memory(e) => e.is_configuration(),
+            _ => false,
+        };
+        if configuration {
+            ExitStatus::BadConfiguration
+        } else {
+            ExitStatus::VmmError
+        }
+    }
+}
+
+/// What handles events in the device thread.
+pub type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
+
+/// Builds the machine and starts its vCPUs. What the configuration names is opened first, so that
+/// a mistake there is found before anything runs.
+pub fn build(
+    config: &VmConfig,
+    ending: &Arc<Ending>,
+    on_crowd: &OnCrowd,
+) -> Result<Machine, BuildError> {
+    if config.vcpus == 0 {
+        return Err(too_many_vcpus(config, mp_table::MAX_VCPUS.into()));
+    }
+    let memory = memory::allocate(config.memory_mib)?;
+    let console = Arc::new(Console::new(config.console));
+    let devices = Devices::open(config, &console, on_crowd)?;
+    let count = devices.all.len();
+    if count > MAX_DEVICES {
+        return Err(BuildError::Devices(count));
+    }
+    let cmdline = cmdline(config, count);
+    let entry = boot::load(
+        &memory,
+        &config.kernel,
+        config.initramfs.as_deref(),
+        &cmdline,
+    )?;
+    mp_table::write(&memory, config.vcpus, pins(count))
+        .map_err(|e| BootError::Table("the MP table", e))?;
+
+    let kvm = kvm::open()?;
+    let vm = Arc::new(vm::create(&kvm, &memory)?);
+    check_vcpus(config, &vm)?;
+    let transports = connect(&vm, &memory, &devices.all)?;
+    let serial = SerialPort::new(Arc::clone(&console));
+    let bus = Arc::new(Bus::new(Arc::clone(&vm), serial, transports));
+
+    let mut events = EventManager::new().map_err(BuildError::EventLoop)?;
+    for device in devices.all {
+        events.add_subscriber(device as Subscriber);
+    }
+    let vcpus = start_vcpus(config.vcpus, &kvm, &vm, entry, &bus, ending)?;
+    Ok(Machine::new(vcpus, events, console, devices.leftovers))
+}
+
+/// The configured command line and, for each device, where it is
+/// (Linux, `drivers/virtio/virtio_mmio.c`: `virtio_mmio.device=SIZE@ADDRESS:INTERRUPT`).
+fn cmdline(config: &VmConfig, devices: usize) -> String {
+    use std::fmt::Write;
+
+    let mut line = config.cmdline.trim_end().to_owned();
+    for (index, pin) in pins(devices).enumerate() {
+        let space = if line.is_empty() { "" } else { " " };
+        let window = Bus::window(index);
+        // Writing to a string does not fail.
+        let _ = write!(
+            line,
+            "{space}virtio_mmio.device={}K@{window:#x}:{pin}",
+            WINDOW_SIZE >> 10
+        );
+    }
+    line
+}
+
+fn pins(devices: usize) -> impl Iterator<Item = u8> {
+    (FIRST_PIN..).take(devices)
+}
+
+/// KVM's limit is known once there is a machine.
+fn check_vcpus(config: &VmConfig, vm: &VmFd) -> Result<(), BuildError> {
+    let kvm_most = vm.check_extension_int(Cap::MaxVcpus).max(1) as usize;
+    let most = kvm_most.min(mp_table::MAX_VCPUS.into());
+    if usize::from(config.vcpus) > most {
+        return Err(too_many_vcpus(config, most));
+    }
+    Ok(())
+}
+
+fn too_many_vcpus(config: &VmConfig, most: usize) -> BuildError {
+    BuildError::Vcpus {
+        found: config.vcpus,
+        most,
+    }
+}
+
+/// Puts a transport in front of each device, its interrupt line on a pin and its queues'
+/// notifications on their eventfds.
+fn connect(
+    vm: &VmFd,
+    memory: &Memory,
+    devices: &[SharedDevice],
+) -> Result<Vec<MmioTransport>, BuildError> {
+    let mut transports = Vec::with_capacity(devices.len());
+    for (index, (device, pin)) in devices.iter().zip(pins(devices.len())).enumerate() {
+        let line = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(BuildError::EventFd)?;
+        vm::connect_line(vm, &line, pin.into())?;
+        {
+            let device = device
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
+            vm::connect_queues(vm, Bus::window(index), device.queue_events())?;
+        }
+        let interrupt = Arc::new(Interrupt::new(line));
+        let transport = MmioTransport::new(Arc::clone(device), memory.clone(), interrupt)
+            .map_err(BuildError::Transport)?;
+        transports.push(transport);
+    }
+    Ok(transports)
+}
+
+/// Makes all vCPUs before the first one runs: a vCPU may start another.
+fn start_vcpus(
+    count: u8,
+    kvm: &Kvm,
+    vm: &VmFd,
+    entry: Entry,
+    bus: &Arc<Bus>,
+    ending: &Arc<Ending>,
+) -> Result<Vec<Vcpu>, BuildError> {
+    let mut cpuid = Template::new(kvm, count)?;
+    let mut fds = Vec::with_capacity(count.into());
+    for index in 0..count {
+        let fd = vm
+            .create_vcpu(index.into())
+            .map_err(|e| BuildError::CreateVcpu(index, e))?;
+        fd.set_cpuid2(cpuid.for_vcpu(index))
+            .map_err(|e| BuildError::SetCpuid(index, e))?;
+        registers::set_boot_msrs(&fd)?;
+        if index == 0 {
+            registers::set_boot_registers(&fd, entry)?;
+        }
+        fds.push(fd);
+    }
+    vcpu::handle_kick_signal()?;
+    (0..)
+        .zip(fds)
+        .map(|(index, fd)| {
+            Vcpu::start(index, fd, Arc::clone(bus), Arc::clone(ending)).map_err(Into::into)
+        })
+        .collect()
+}
