@@ -60,15 +60,6 @@ fn an_exec_of_a_missing_program_fails_and_the_container_lives() {
 }
 
 #[test]
-fn an_unknown_user_is_named() {
-    assert_fails(
-        &Container::new().option("--user", "nobodyknows"),
-        &["true"],
-        &["nobodyknows"],
-    );
-}
-
-#[test]
 fn a_bind_of_a_missing_source_is_named() {
     let container = Container::new().option(
         "--mount",
