@@ -1,0 +1,105 @@
+//! The daemon of a sandbox: serves containerd until the sandbox has ended.
+
+use std::io;
+use std::os::unix::net::UnixListener as StdUnixListener;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use futures_core::Stream;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::signal::unix::{SignalKind, signal};
+use ttrpc::r#async::Server;
+use ttrpc::r#async::transport::Listener;
+
+use crate::publisher;
+use crate::sandbox::Sandbox;
+use crate::service;
+use crate::tasks::Tasks;
+
+/// How long events and answers may hold up the end.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// What a daemon is told by the process that started it.
+pub struct Daemon {
+    /// containerd's namespace.
+    pub namespace: String,
+    /// The sandbox, named by its first container or by its group.
+    pub sandbox: String,
+    /// Where events go.
+    pub ttrpc_address: String,
+    /// The socket to serve on.
+    pub listener: StdUnixListener,
+    /// Its path, removed at the end.
+    pub socket: PathBuf,
+}
+
+impl Daemon {
+    /// Serves until the end.
+    pub fn run(self) -> io::Result<()> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            // Files for output (file://) are all that it is for.
+            .max_blocking_threads(1)
+            .build()?;
+        let result = runtime.block_on(self.serve());
+        runtime.shutdown_background();
+        result
+    }
+
+    async fn serve(self) -> io::Result<()> {
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let (publisher, queue) = publisher::queue();
+        tokio::spawn(queue.forward(self.ttrpc_address, self.namespace.clone()));
+        let tasks = Tasks::new(self.namespace.clone(), publisher.clone());
+        let sandbox = Arc::new(Sandbox::new(
+            self.namespace,
+            self.sandbox,
+            tasks,
+            self.socket,
+        ));
+
+        self.listener.set_nonblocking(true)?;
+        let listener = OwnPeers(UnixListener::from_std(self.listener)?);
+        let mut server = Server::new()
+            .register_service(service::services(&sandbox))
+            .add_listener(Listener::new(listener));
+        server.start().await.map_err(io::Error::other)?;
+
+        tokio::select! {
+            () = sandbox.left() => {}
+            _ = terminate.recv() => sandbox.end().await,
+            _ = interrupt.recv() => sandbox.end().await,
+        }
+        publisher.flush(END_LIMIT).await;
+        if tokio::time::timeout(END_LIMIT, server.shutdown())
+            .await
+            .is_err()
+        {
+            log::warn!("A call was still being answered when the shim ended");
+        }
+        Ok(())
+    }
+}
+
+/// Connections from processes of this process's own user only.
+struct OwnPeers(UnixListener);
+
+impl Stream for OwnPeers {
+    type Item = io::Result<UnixStream>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        loop {
+            let (stream, _) = ready!(self.0.poll_accept(context))?;
+            let own = nix::unistd::geteuid().as_raw();
+            match stream.peer_cred() {
+                Ok(peer) if peer.uid() == own => return Poll::Ready(Some(Ok(stream))),
+                Ok(peer) => log::warn!("A connection of user {} was refused", peer.uid()),
+                Err(e) => log::warn!("A connection was refused: {e}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! The cgroup on the host that the container's spec names: the hypervisor lives in it, so that
+//! what the VM uses counts where containerd and the kubelet look.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::{Component, Path, PathBuf};
+
+use crate::undo::Undo;
+
+/// Where cgroups are mounted.
+const ROOT: &str = "/sys/fs/cgroup";
+
+/// Why there is no cgroup.
+#[derive(Debug, thiserror::Error)]
+pub enum CgroupError {
+    /// The path leads out of the hierarchy.
+    #[error("The cgroup path {0:?} must not contain '..'")]
+    BadPath(String),
+    /// The kernel's tables cannot be read.
+    #[error("Cannot read {0}: {1}")]
+    Read(&'static str, io::Error),
+    /// The cgroup cannot be made or joined.
+    #[error("Cannot make the cgroup {0:?}: {1}")]
+    Create(PathBuf, io::Error),
+    /// A process cannot be moved there.
+    #[error("Cannot move a process into the cgroup {0:?}: {1}")]
+    Join(PathBuf, io::Error),
+}
+
+/// Whether the host has cgroup v2 alone.
+pub fn is_unified() -> bool {
+    nix::sys::statfs::statfs(ROOT)
+        .is_ok_and(|fs| fs.filesystem_type() == nix::sys::statfs::CGROUP2_SUPER_MAGIC)
+}
+
+/// A cgroup: one directory with v2, one in each hierarchy with v1.
+#[derive(Debug)]
+pub struct HostCgroup {
+    directories: Vec<PathBuf>,
+}
+
+impl HostCgroup {
+    /// The cgroup of an OCI `cgroupsPath`: absolute, relative to this process's own, or systemd's
+    /// `slice:prefix:name`.
+    pub fn locate(cgroups_path: &str) -> Result<Self, CgroupError> {
+        let path = expand_systemd(cgroups_path).unwrap_or_else(|| cgroups_path.to_owned());
+        if Path::new(&path)
+            .components()
+            .any(|c| c == Component::ParentDir)
+        {
+            return Err(CgroupError::BadPath(path));
+        }
+        let table = std::fs::read_to_string("/proc/self/cgroup")
+            .map_err(|e| CgroupError::Read("/proc/self/cgroup", e))?;
+        let directories = if is_unified() {
+            let own = table
+                .lines()
+                .find_map(|l| l.strip_prefix("0::"))
+                .unwrap_or("/");
+            vec![join(Path::new(ROOT), own, &path)]
+        } else {
+            let mounts = std::fs::read_to_string("/proc/self/mountinfo")
+                .map_err(|e| CgroupError::Read("/proc/self/mountinfo", e))?;
+            hierarchies(&table, &mounts)
+                .into_iter()
+                .map(|(mount_point, own)| join(&mount_point, own, &path))
+                .collect()
+        };
+        Ok(Self { directories })
+    }
+
+    /// Makes the cgroup. A part of it that is there already is joined, and kept afterwards.
+    pub fn create(&self, undo: &mut Undo) -> Result<(), CgroupError> {
+        for directory in &self.directories {
+            let error = |e| CgroupError::Create(directory.clone(), e);
+            if let Some(parent) = directory.parent() {
+                std::fs::create_dir_all(parent).map_err(error)?;
+            }
+            match std::fs::create_dir(directory) {
+                Ok(()) => {
+                    let made = directory.clone();
+                    undo.push(format!("remove the cgroup {}", made.display()), move || {
+                        remove(&made)
+                    });
+                }
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(error(e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// The files that a process writes "0" to in order to move itself here.
+    pub fn process_files(&self) -> Result<Vec<File>, CgroupError> {
+        self.directories
+            .iter()
+            .map(|directory| {
+                let path = directory.join("cgroup.procs");
+                OpenOptions::new()
+                    .write(true)
+                    .open(&path)
+                    .map_err(|e| CgroupError::Join(directory.clone(), e))
+            })
+            .collect()
+    }
+
+    /// Moves a process here.
+    pub fn add(&self, pid: u32) -> Result<(), CgroupError> {
+        for directory in &self.directories {
+            std::fs::write(directory.join("cgroup.procs"), pid.to_string())
+                .map_err(|e| CgroupError::Join(directory.clone(), e))?;
+        }
+        Ok(())
+    }
+
+    /// Its directories.
+    pub fn directories(&self) -> &[PathBuf] {
+        &self.directories
+    }
+}
+
+/// Removes a cgroup without processes; one that is gone is no error.
+pub fn remove(directory: &Path) -> io::Result<()> {
+    match std::fs::remove_dir(directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
+
+fn join(mount_point: &Path, own: &str, path: &str) -> PathBuf {
+    match path.strip_prefix('/') {
+        Some(absolute) => mount_point.join(absolute.trim_start_matches('/')),
+        None => mount_point.join(own.trim_start_matches('/')).join(path),
+    }
+}
+
+/// `slice:prefix:name` is `prefix-name.scope` (or `name` if it names a slice) below the slice,
+/// whose own parents its name lists: `a-b.slice` lies in `a.slice`.
+fn expand_systemd(path: &str) -> Option<String> {
+    let mut parts = path.split(':');
+    let (slice, prefix, name) = (parts.next()?, parts.next()?, parts.next()?);
+    if parts.next().is_some() || path.contains('/') {
+        return None;
+    }
+    let slice = if slice.is_empty() {
+        "system.slice"
+    } else {
+        slice
+    };
+    let stem = slice.strip_suffix(".slice")?;
+    let mut expanded = String::new();
+    if stem != "-" {
+        for (at, _) in stem.match_indices('-').chain([(stem.len(), "")]) {
+            expanded.push('/');
+            expanded.push_str(&stem[..at]);
+            expanded.push_str(".slice");
+        }
+    }
+    expanded.push('/');
+    if name.ends_with(".slice") {
+        expanded.push_str(name);
+    } else {
+        if !prefix.is_empty() {
+            expanded.push_str(prefix);
+            expanded.push('-');
+        }
+        expanded.push_str(name);
+        expanded.push_str(".scope");
+    }
+    Some(expanded)
+}
+
+/// The mount point of each v1 hierarchy (and of v2 beside them) with this process's path in it.
+fn hierarchies<'a>(table: &'a str, mounts: &str) -> Vec<(PathBuf, &'a str)> {
+    let mut found = Vec::new();
+    for line in mounts.lines() {
+        let Some((fields, tail)) = line.split_once(" - ") else {
+            continue;
+        };
+        let mut tail = tail.split(' ');
+        let kind = tail.next().unwrap_or_default();
+        let options = tail.nth(1).unwrap_or_default();
+        let Some(mount_point) = fields.split(' ').nth(4) else {
+            continue;
+        };
+        let own = table.lines().find_map(|entry| {
+            let (_, entry) = entry.split_once(':')?;
+            let (controllers, path) = entry.split_once(':')?;
+            let matches = match kind {
+                "cgroup2" => controllers.is_empty(),
+                "cgroup" => {
+                    !controllers.is_empty()
+                        && controllers
+                            .split(',')
+                            .all(|c| options.split(',').any(|o| o == c))
+                }
+                _ => false,
+            };
+            matches.then_some(path)
+        });
+        if let Some(own) = own {
+            found.push((PathBuf::from(mount_point), own));
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn systemds_notation_names_a_scope_below_nested_slices() {
+        let expand = |p: &str| expand_systemd(p);
+        assert_eq!(
+            expand("kubepods-besteffort-pod1.slice:cri-containerd:abc").as_deref(),
+            Some(
+                "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1.slice/cri-containerd-abc.scope"
+            )
+        );
+        assert_eq!(
+            expand(":docker:abc").as_deref(),
+            Some("/system.slice/docker-abc.scope")
+        );
+        assert_eq!(expand("-.slice::abc").as_deref(), Some("/abc.scope"));
+        assert_eq!(expand("/default/abc"), None);
+    }
+
+    #[test]
+    fn each_v1_hierarchy_is_found_with_the_own_path_in_it() {
+        let mounts = "\
+30 24 0:26 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n\
+31 24 0:27 / /sys/fs/cgroup/cpu,cpuacct rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n\
+32 24 0:28 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n\
+33 24 0:29 / /proc rw - proc proc rw\n";
+        let table = "2:cpu,cpuacct:/a\n1:name=systemd:/b\n0::/c\n";
+        assert_eq!(
+            hierarchies(table, mounts),
+            [
+                (PathBuf::from("/sys/fs/cgroup/systemd"), "/b"),
+                (PathBuf::from("/sys/fs/cgroup/cpu,cpuacct"), "/a"),
+                (PathBuf::from("/sys/fs/cgroup/unified"), "/c"),
+            ]
+        );
+    }
+
+    #[test]
+    fn relative_paths_lie_below_the_own_cgroup_and_none_leads_out() {
+        let root = Path::new("/c");
+        assert_eq!(join(root, "/own", "x"), Path::new("/c/own/x"));
+        assert_eq!(join(root, "/own", "/x"), Path::new("/c/x"));
+        assert!(matches!(
+            HostCgroup::locate("/a/../../b"),
+            Err(CgroupError::BadPath(_))
+        ));
+    }
+}

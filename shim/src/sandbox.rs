@@ -1,0 +1,269 @@
+//! A sandbox: its machine, the containers in it, and when it ends.
+
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use containerd_shim_protos::api::CreateTaskRequest;
+use cube_agent_protocol::SHARE_PATH;
+use tokio::sync::{Mutex, Notify};
+
+use crate::bootstrap::check_name;
+use crate::config::Config;
+use crate::machine::{Booting, Machine, drop_caches};
+use crate::mount::{self, Mount};
+use crate::options::Options;
+use crate::spec::Spec;
+use crate::state;
+use crate::stdio::Uris;
+use crate::task_error::TaskError;
+use crate::tasks::{Deleted, NewContainer, Reservation, Tasks, create_event};
+use crate::undo::Undo;
+
+/// The sandbox of this shim.
+pub struct Sandbox {
+    namespace: String,
+    id: String,
+    /// Its tasks.
+    pub tasks: Arc<Tasks>,
+    machine: Mutex<Option<Machine>>,
+    /// Where the shim serves.
+    socket: PathBuf,
+    /// containerd has asked the shim to leave while tasks were there, and will not ask again.
+    leave_when_empty: AtomicBool,
+    left: Notify,
+}
+
+impl Sandbox {
+    /// A sandbox without a machine: the first container brings it up.
+    pub fn new(namespace: String, id: String, tasks: Arc<Tasks>, socket: PathBuf) -> Self {
+        Self {
+            namespace,
+            id,
+            tasks,
+            machine: Mutex::default(),
+            socket,
+            leave_when_empty: AtomicBool::new(false),
+            left: Notify::new(),
+        }
+    }
+
+    /// Creates a container, and the machine for the first one.
+    pub async fn create(&self, request: CreateTaskRequest) -> Result<u32, TaskError> {
+        if !request.checkpoint.is_empty() {
+            return Err(TaskError::Unimplemented("restoring a checkpoint".into()));
+        }
+        check_name("id", &request.id).map_err(|e| TaskError::InvalidArgument(e.to_string()))?;
+        let reservation = self.tasks.reserve(&request.id)?;
+        let created = self.create_reserved(reservation, request).await;
+        if created.is_err() {
+            self.power_off_if_empty().await;
+        }
+        created
+    }
+
+    async fn create_reserved(
+        &self,
+        reservation: Reservation,
+        request: CreateTaskRequest,
+    ) -> Result<u32, TaskError> {
+        let bundle = PathBuf::from(&request.bundle);
+        let spec = Spec::read(&bundle).map_err(TaskError::host)?;
+        let options = Options::parse(request.options.as_ref()).map_err(TaskError::host)?;
+        let config = Config::load(options.config.as_deref(), &spec.annotations())
+            .map_err(TaskError::host)?;
+        log::set_max_level(log::max_level().max(config.log_level));
+
+        let mut machine = self.machine.lock().await;
+        if machine
+            .as_ref()
+            .is_some_and(|machine| machine.guest.has_ended())
+        {
+            return Err(TaskError::FailedPrecondition(
+                "the sandbox's machine has ended: delete its tasks first".into(),
+            ));
+        }
+        let mut booting = match &*machine {
+            Some(_) => None,
+            None => Some(
+                Booting::power_on(&self.namespace, &self.id, &spec, &config)
+                    .map_err(TaskError::host)?,
+            ),
+        };
+        let shared = match (&*machine, &booting) {
+            (Some(machine), _) => machine.state().shared(),
+            (None, Some(booting)) => booting.state().shared(),
+            (None, None) => return Err(TaskError::Host("there is no machine".into())),
+        };
+        // While the guest boots.
+        let new = prepare(reservation, &request, &spec, &shared)?;
+        if let Some(mut booting) = booting.take() {
+            match booting.ready(&spec).await {
+                Ok(guest) => *machine = Some(booting.finish(guest)),
+                Err(error) => {
+                    // What is mounted in the sandbox's directory goes before the directory does.
+                    drop(new);
+                    drop(booting);
+                    return Err(TaskError::host(error));
+                }
+            }
+        }
+        let guest = match &*machine {
+            Some(machine) => machine.guest.clone(),
+            None => return Err(TaskError::Host("there is no machine".into())),
+        };
+        drop(machine);
+        self.tasks.create(new, guest).await
+    }
+
+    /// Deletes an exec, or a container; with the last container the machine ends.
+    pub async fn delete(&self, id: &str, exec: &str) -> Result<Deleted, TaskError> {
+        let deleted = self.tasks.delete(id, exec).await?;
+        if exec.is_empty() {
+            self.power_off_if_empty().await;
+            let machine = self.machine.lock().await;
+            if let Some(guest) = machine.as_ref().map(|machine| machine.guest.clone()) {
+                // So that the host can let go of the container's files.
+                tokio::spawn(async move { drop_caches(&guest).await });
+            } else if self.leave_when_empty.load(Ordering::Relaxed) {
+                self.leave();
+            }
+        }
+        Ok(deleted)
+    }
+
+    async fn power_off_if_empty(&self) {
+        let mut machine = self.machine.lock().await;
+        // Under the lock: a create that waits for it has its name reserved.
+        if self.tasks.is_empty()
+            && let Some(machine) = machine.take()
+        {
+            machine.power_off().await;
+        }
+    }
+
+    /// containerd does not need the shim any more. It does not leave while there are tasks, but
+    /// then with the last of them.
+    pub async fn shutdown(&self) {
+        self.leave_when_empty.store(true, Ordering::Relaxed);
+        if self.tasks.is_empty() {
+            self.power_off_if_empty().await;
+            self.leave();
+        }
+    }
+
+    fn leave(&self) {
+        // Before anybody is told: the next sandbox of this name must not find the socket.
+        let _ = std::fs::remove_file(&self.socket);
+        self.left.notify_one();
+    }
+
+    /// Ends everything: the shim was told to go.
+    pub async fn end(&self) {
+        let machine = self.machine.lock().await.take();
+        if let Some(machine) = &machine {
+            machine.guest.cut_off("the shim was told to end");
+            machine.guest.end().await;
+        }
+        let _ = std::fs::remove_file(&self.socket);
+        self.tasks.forget_all();
+        if let Some(machine) = machine {
+            machine.power_off().await;
+        }
+    }
+
+    /// Waits until the sandbox has ended for good.
+    pub async fn left(&self) {
+        self.left.notified().await;
+    }
+}
+
+/// Mounts what the container needs below its shared directory and edits its specification.
+fn prepare(
+    reservation: Reservation,
+    request: &CreateTaskRequest,
+    spec: &Spec,
+    shared: &Path,
+) -> Result<NewContainer, TaskError> {
+    let id = reservation.id().to_owned();
+    let bundle = PathBuf::from(&request.bundle);
+    let in_guest = format!("{SHARE_PATH}/{id}");
+    let guest_spec = spec
+        .clone()
+        .translate(&id, &bundle, &in_guest)
+        .map_err(TaskError::host)?;
+
+    let mut undo = Undo::new();
+    let directory = shared.join(&id);
+    let rootfs = directory.join("rootfs");
+    let volumes = directory.join("mounts");
+    for path in [&directory, &rootfs, &volumes] {
+        DirBuilder::new()
+            .mode(0o700)
+            .create(path)
+            .map_err(|e| TaskError::host(format!("Cannot make {path:?}: {e}")))?;
+        if path == &directory {
+            let directory = directory.clone();
+            undo.push(format!("remove {}", directory.display()), move || {
+                state::remove_container(&directory)
+            });
+        }
+    }
+    {
+        let rootfs = rootfs.clone();
+        undo.push(format!("unmount {}", rootfs.display()), move || {
+            mount::unmount(&rootfs)
+        });
+    }
+    mount::mount_rootfs(&rootfs_mounts(request, spec, &bundle), &rootfs)
+        .map_err(TaskError::host)?;
+    for (n, volume) in guest_spec.volumes.iter().enumerate() {
+        let target = volumes.join(n.to_string());
+        volume
+            .bind(&target)
+            .map_err(|e| TaskError::host(format!("OCI runtime create failed: {e}")))?;
+        undo.push(format!("unmount {}", target.display()), move || {
+            mount::unmount(&target)
+        });
+    }
+    Ok(NewContainer {
+        reservation,
+        spec: guest_spec.json,
+        rootfs: format!("{in_guest}/rootfs"),
+        uris: Uris {
+            stdin: request.stdin.clone(),
+            stdout: request.stdout.clone(),
+            stderr: request.stderr.clone(),
+            terminal: request.terminal,
+        },
+        console_size: spec.console_size(),
+        own_pid_namespace: spec.has_own_pid_namespace(),
+        undo,
+        event: create_event(request),
+        bundle,
+    })
+}
+
+/// The mounts of the root file system. Without any it is a directory on the host.
+fn rootfs_mounts(request: &CreateTaskRequest, spec: &Spec, bundle: &Path) -> Vec<Mount> {
+    if request.rootfs.is_empty() {
+        return vec![Mount {
+            kind: "bind".into(),
+            source: spec.root_path(bundle).display().to_string(),
+            target: String::new(),
+            options: vec!["rbind".into()],
+        }];
+    }
+    request
+        .rootfs
+        .iter()
+        .map(|mount| Mount {
+            kind: mount.type_.clone(),
+            source: mount.source.clone(),
+            target: mount.target.clone(),
+            options: mount.options.clone(),
+        })
+        .collect()
+}

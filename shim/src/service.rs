@@ -1,0 +1,218 @@
+//! containerd's task service: requests in, answers and status codes out.
+//!
+//! Task v2 and v3 differ in nothing but the service's name, so one service has both.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use containerd_shim_protos::api::{
+    CheckpointTaskRequest, CloseIORequest, ConnectRequest, ConnectResponse, CreateTaskRequest,
+    CreateTaskResponse, DeleteRequest, DeleteResponse, Empty, ExecProcessRequest, KillRequest,
+    PauseRequest, PidsRequest, PidsResponse, ResizePtyRequest, ResumeRequest, ShutdownRequest,
+    StartRequest, StartResponse, StateRequest, StateResponse, StatsRequest, StatsResponse,
+    UpdateTaskRequest, WaitRequest, WaitResponse,
+};
+use containerd_shim_protos::shim_async::{Task, create_task};
+use protobuf::MessageField;
+use ttrpc::r#async::{Service, TtrpcContext};
+
+use crate::host_cgroup;
+use crate::publisher::timestamp;
+use crate::sandbox::Sandbox;
+use crate::stats;
+use crate::stdio::Uris;
+use crate::task_error::TaskError;
+
+/// The names under which the task service is served.
+const NAMES: [&str; 2] = ["containerd.task.v2.Task", "containerd.task.v3.Task"];
+
+/// The services for a sandbox, for the server.
+pub fn services(sandbox: &Arc<Sandbox>) -> HashMap<String, Service> {
+    let mut services = HashMap::new();
+    for name in NAMES {
+        let service = Arc::new(TaskService {
+            sandbox: sandbox.clone(),
+        });
+        // The map has one entry, under the generated code's own name.
+        for service in create_task(service).into_values() {
+            services.insert(name.to_owned(), service);
+        }
+    }
+    services
+}
+
+struct TaskService {
+    sandbox: Arc<Sandbox>,
+}
+
+/// Runs a call to its end, also if containerd goes away or gives up meanwhile: the server drops
+/// the handlers of a broken connection wherever they are.
+async fn whole<T: Send + 'static>(
+    call: impl Future<Output = Result<T, TaskError>> + Send + 'static,
+) -> ttrpc::Result<T> {
+    match tokio::spawn(call).await {
+        Ok(result) => Ok(result?),
+        Err(e) => Err(TaskError::host(e).into()),
+    }
+}
+
+#[async_trait]
+impl Task for TaskService {
+    async fn state(&self, _: &TtrpcContext, r: StateRequest) -> ttrpc::Result<StateResponse> {
+        Ok(self.sandbox.tasks.state(&r.id, &r.exec_id)?)
+    }
+
+    async fn create(
+        &self,
+        _: &TtrpcContext,
+        r: CreateTaskRequest,
+    ) -> ttrpc::Result<CreateTaskResponse> {
+        let sandbox = self.sandbox.clone();
+        whole(async move {
+            let id = r.id.clone();
+            let pid = sandbox
+                .create(r)
+                .await
+                .inspect_err(|e| log::error!("create {id}: {e}"))?;
+            Ok(CreateTaskResponse {
+                pid,
+                ..Default::default()
+            })
+        })
+        .await
+    }
+
+    async fn start(&self, _: &TtrpcContext, r: StartRequest) -> ttrpc::Result<StartResponse> {
+        let sandbox = self.sandbox.clone();
+        whole(async move {
+            let pid = sandbox.tasks.start(&r.id, &r.exec_id).await?;
+            Ok(StartResponse {
+                pid,
+                ..Default::default()
+            })
+        })
+        .await
+    }
+
+    async fn delete(&self, _: &TtrpcContext, r: DeleteRequest) -> ttrpc::Result<DeleteResponse> {
+        let sandbox = self.sandbox.clone();
+        whole(async move {
+            let deleted = sandbox.delete(&r.id, &r.exec_id).await?;
+            Ok(DeleteResponse {
+                pid: deleted.pid,
+                exit_status: deleted.exit.status,
+                exited_at: MessageField::some(timestamp(deleted.exit.at)),
+                ..Default::default()
+            })
+        })
+        .await
+    }
+
+    async fn pids(&self, _: &TtrpcContext, r: PidsRequest) -> ttrpc::Result<PidsResponse> {
+        let processes = self.sandbox.tasks.pids(&r.id).await?;
+        Ok(PidsResponse {
+            processes,
+            ..Default::default()
+        })
+    }
+
+    async fn pause(&self, _: &TtrpcContext, r: PauseRequest) -> ttrpc::Result<Empty> {
+        let sandbox = self.sandbox.clone();
+        whole(async move { sandbox.tasks.pause(&r.id).await }).await?;
+        Ok(Empty::default())
+    }
+
+    async fn resume(&self, _: &TtrpcContext, r: ResumeRequest) -> ttrpc::Result<Empty> {
+        let sandbox = self.sandbox.clone();
+        whole(async move { sandbox.tasks.resume(&r.id).await }).await?;
+        Ok(Empty::default())
+    }
+
+    async fn checkpoint(&self, _: &TtrpcContext, _: CheckpointTaskRequest) -> ttrpc::Result<Empty> {
+        Err(TaskError::Unimplemented("checkpoint".into()).into())
+    }
+
+    async fn kill(&self, _: &TtrpcContext, r: KillRequest) -> ttrpc::Result<Empty> {
+        let sandbox = self.sandbox.clone();
+        whole(async move { sandbox.tasks.kill(&r.id, &r.exec_id, r.signal, r.all).await }).await?;
+        Ok(Empty::default())
+    }
+
+    async fn exec(&self, _: &TtrpcContext, r: ExecProcessRequest) -> ttrpc::Result<Empty> {
+        let uris = Uris {
+            stdin: r.stdin,
+            stdout: r.stdout,
+            stderr: r.stderr,
+            terminal: r.terminal,
+        };
+        let process = r.spec.into_option().unwrap_or_default().value;
+        self.sandbox.tasks.exec(&r.id, &r.exec_id, uris, process)?;
+        Ok(Empty::default())
+    }
+
+    async fn resize_pty(&self, _: &TtrpcContext, r: ResizePtyRequest) -> ttrpc::Result<Empty> {
+        let sandbox = self.sandbox.clone();
+        whole(async move {
+            sandbox
+                .tasks
+                .resize(&r.id, &r.exec_id, (r.width, r.height))
+                .await
+        })
+        .await?;
+        Ok(Empty::default())
+    }
+
+    async fn close_io(&self, _: &TtrpcContext, r: CloseIORequest) -> ttrpc::Result<Empty> {
+        if r.stdin {
+            self.sandbox.tasks.close_stdin(&r.id, &r.exec_id)?;
+        }
+        Ok(Empty::default())
+    }
+
+    async fn update(&self, _: &TtrpcContext, r: UpdateTaskRequest) -> ttrpc::Result<Empty> {
+        let sandbox = self.sandbox.clone();
+        let resources = r.resources.into_option().unwrap_or_default().value;
+        whole(async move { sandbox.tasks.update(&r.id, resources).await }).await?;
+        Ok(Empty::default())
+    }
+
+    async fn wait(&self, _: &TtrpcContext, r: WaitRequest) -> ttrpc::Result<WaitResponse> {
+        let exit = self.sandbox.tasks.wait(&r.id, &r.exec_id).await?;
+        Ok(WaitResponse {
+            exit_status: exit.status,
+            exited_at: MessageField::some(timestamp(exit.at)),
+            ..Default::default()
+        })
+    }
+
+    async fn stats(&self, _: &TtrpcContext, r: StatsRequest) -> ttrpc::Result<StatsResponse> {
+        let sandbox = self.sandbox.clone();
+        let stats = whole(async move { sandbox.tasks.stats(&r.id).await }).await?;
+        let stats = stats::encode(&stats, host_cgroup::is_unified()).map_err(TaskError::host)?;
+        Ok(StatsResponse {
+            stats: MessageField::some(stats),
+            ..Default::default()
+        })
+    }
+
+    async fn connect(&self, _: &TtrpcContext, r: ConnectRequest) -> ttrpc::Result<ConnectResponse> {
+        Ok(ConnectResponse {
+            shim_pid: std::process::id(),
+            task_pid: self.sandbox.tasks.pid(&r.id),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            ..Default::default()
+        })
+    }
+
+    async fn shutdown(&self, _: &TtrpcContext, _: ShutdownRequest) -> ttrpc::Result<Empty> {
+        let sandbox = self.sandbox.clone();
+        whole(async move {
+            sandbox.shutdown().await;
+            Ok(())
+        })
+        .await?;
+        Ok(Empty::default())
+    }
+}

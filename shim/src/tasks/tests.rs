@@ -1,0 +1,603 @@
+//! The tasks against an agent of our own in this process.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::unix::net::UnixListener as StdUnixListener;
+
+use async_trait::async_trait;
+use cube_agent_protocol::agent::{
+    ConfigureRequest, Empty, ListProcessesResponse, Process as GuestProcess, ProcessCreated, Stdio,
+};
+use cube_agent_protocol::agent_ttrpc::{Agent, create_agent};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use ttrpc::Code;
+use ttrpc::r#async::transport::Listener;
+use ttrpc::r#async::{Server, TtrpcContext};
+
+use super::*;
+use crate::guest::Streams;
+use crate::hypervisor::Ended;
+use crate::publisher::{self, Queue};
+
+/// What runs in the pretended guest.
+#[derive(Default)]
+struct State {
+    processes: HashMap<(String, String), watch::Sender<Option<u32>>>,
+    log: VecDeque<String>,
+    streams: std::path::PathBuf,
+    /// Commands that do not answer.
+    mute: bool,
+}
+
+#[derive(Clone, Default)]
+struct FakeAgent(Arc<Mutex<State>>);
+
+fn status(code: Code, message: &str) -> ttrpc::Error {
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, message))
+}
+
+impl FakeAgent {
+    fn exit(&self, id: &str, exec: &str, code: u32) {
+        let state = self.0.lock().unwrap();
+        state.processes[&(id.to_owned(), exec.to_owned())].send_replace(Some(code));
+    }
+
+    /// Connects the streams as the real agent does; standard output says which process it is.
+    async fn connect(&self, stdio: &Stdio, name: &str) {
+        let path = self.0.lock().unwrap().streams.clone();
+        for token in [&stdio.stdin, &stdio.stdout, &stdio.stderr] {
+            if token.is_empty() {
+                continue;
+            }
+            let mut stream = UnixStream::connect(&path).await.unwrap();
+            stream.write_all(token).await.unwrap();
+            if std::ptr::eq(token, &stdio.stdout) {
+                stream
+                    .write_all(format!("output of {name}").as_bytes())
+                    .await
+                    .unwrap();
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Agent for FakeAgent {
+    async fn configure(&self, _: &TtrpcContext, _: ConfigureRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn create_container(
+        &self,
+        _: &TtrpcContext,
+        r: CreateContainerRequest,
+    ) -> ttrpc::Result<ProcessCreated> {
+        if r.spec.is_empty() {
+            return Err(status(
+                Code::NOT_FOUND,
+                "exec: \"nope\": executable file not found in $PATH",
+            ));
+        }
+        self.connect(&r.stdio, &r.id).await;
+        let mut state = self.0.lock().unwrap();
+        state
+            .processes
+            .insert((r.id, String::new()), watch::Sender::new(None));
+        Ok(ProcessCreated {
+            pid: 10,
+            ..Default::default()
+        })
+    }
+
+    async fn start_container(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn exec(&self, _: &TtrpcContext, r: ExecRequest) -> ttrpc::Result<ProcessCreated> {
+        if r.process == b"\"missing\"" {
+            return Err(status(Code::NOT_FOUND, "executable file not found"));
+        }
+        self.connect(r.stdio.as_ref().unwrap(), &r.exec_id).await;
+        let mut state = self.0.lock().unwrap();
+        // This one is over before its start is answered.
+        let exit = (r.process == b"\"quick\"").then_some(0);
+        state
+            .processes
+            .insert((r.container_id, r.exec_id), watch::Sender::new(exit));
+        Ok(ProcessCreated {
+            pid: 11,
+            ..Default::default()
+        })
+    }
+
+    async fn signal(&self, _: &TtrpcContext, r: SignalRequest) -> ttrpc::Result<Empty> {
+        let mute = self.0.lock().unwrap().mute;
+        if mute {
+            std::future::pending::<()>().await;
+        }
+        let mut state = self.0.lock().unwrap();
+        state
+            .log
+            .push_back(format!("signal {} {} {}", r.exec_id, r.signal, r.all));
+        for ((id, exec), exit) in &state.processes {
+            if *id == r.container_id && (r.all || *exec == r.exec_id) && exit.borrow().is_none() {
+                exit.send_replace(Some(128 + r.signal));
+            }
+        }
+        Ok(Empty::default())
+    }
+
+    async fn wait(&self, _: &TtrpcContext, r: ProcessRequest) -> ttrpc::Result<WaitResponse> {
+        let exit = self
+            .0
+            .lock()
+            .unwrap()
+            .processes
+            .get(&(r.container_id, r.exec_id))
+            .map(|p| p.subscribe());
+        let mut exit = exit.ok_or_else(|| status(Code::NOT_FOUND, "no such process"))?;
+        match exit.wait_for(Option::is_some).await {
+            Ok(exit) => Ok(WaitResponse {
+                exit_status: exit.unwrap(),
+                ..Default::default()
+            }),
+            Err(_) => Err(status(Code::NOT_FOUND, "deleted")),
+        }
+    }
+
+    async fn delete(&self, _: &TtrpcContext, r: ProcessRequest) -> ttrpc::Result<WaitResponse> {
+        let mut state = self.0.lock().unwrap();
+        state.log.push_back(format!("delete {}", r.exec_id));
+        match state.processes.remove(&(r.container_id, r.exec_id)) {
+            Some(exit) => {
+                let exit_status = exit.borrow().unwrap_or(137);
+                Ok(WaitResponse {
+                    exit_status,
+                    ..Default::default()
+                })
+            }
+            None => Err(status(Code::NOT_FOUND, "no such process")),
+        }
+    }
+
+    async fn resize_pty(&self, _: &TtrpcContext, r: ResizePtyRequest) -> ttrpc::Result<Empty> {
+        self.0
+            .lock()
+            .unwrap()
+            .log
+            .push_back(format!("resize {}x{}", r.width, r.height));
+        Ok(Empty::default())
+    }
+
+    async fn list_processes(
+        &self,
+        _: &TtrpcContext,
+        _: ContainerRequest,
+    ) -> ttrpc::Result<ListProcessesResponse> {
+        let process = |pid, exec: &str| GuestProcess {
+            pid,
+            exec_id: exec.into(),
+            ..Default::default()
+        };
+        Ok(ListProcessesResponse {
+            processes: vec![process(10, ""), process(11, "e"), process(12, "")],
+            ..Default::default()
+        })
+    }
+
+    async fn pause(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn resume(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+}
+
+/// A sandbox with the pretended guest.
+struct Bench {
+    agent: FakeAgent,
+    tasks: Arc<Tasks>,
+    events: Queue,
+    guest: Arc<Guest>,
+    end: watch::Sender<Option<Arc<Ended>>>,
+    dir: tempfile::TempDir,
+    _server: Server,
+}
+
+const PID: u32 = 4242;
+
+/// One connection, taken over by the agent's server as if it had been accepted.
+struct Once(Option<UnixStream>);
+
+impl futures_core::Stream for Once {
+    type Item = std::io::Result<UnixStream>;
+
+    fn poll_next(
+        mut self: std::pin::Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Self::Item>> {
+        match self.0.take() {
+            Some(stream) => std::task::Poll::Ready(Some(Ok(stream))),
+            None => std::task::Poll::Pending,
+        }
+    }
+}
+
+async fn bench() -> Bench {
+    let dir = tempfile::tempdir().unwrap();
+    let agent = FakeAgent::default();
+    let path = dir.path().join("streams");
+    agent.0.lock().unwrap().streams = path.clone();
+    let streams = Streams::listen(StdUnixListener::bind(&path).unwrap()).unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut server = Server::new()
+        .register_service(create_agent(Arc::new(agent.clone())))
+        .add_listener(Listener::new(Once(Some(theirs))));
+    server.start().await.unwrap();
+    let (end, ended) = watch::channel(None);
+    let power = {
+        let end = end.clone();
+        Box::new(move || {
+            end.send_replace(Some(Arc::new(Ended {
+                message: "cut off".into(),
+                console: String::new(),
+            })));
+            Ok(())
+        })
+    };
+    let guest = Arc::new(Guest::new(PID, ours, streams, ended, power));
+    let (publisher, events) = publisher::queue();
+    let tasks = Tasks::new("ns".into(), publisher);
+    Bench {
+        agent,
+        tasks,
+        events,
+        guest,
+        end,
+        dir,
+        _server: server,
+    }
+}
+
+impl Bench {
+    fn new_container(&self, id: &str, uris: Uris) -> NewContainer {
+        NewContainer {
+            reservation: self.tasks.reserve(id).unwrap(),
+            bundle: "/bundle".into(),
+            spec: b"{}".to_vec(),
+            rootfs: "/rootfs".into(),
+            console_size: (0, 0),
+            own_pid_namespace: true,
+            undo: Undo::new(),
+            event: TaskCreate {
+                container_id: id.into(),
+                ..Default::default()
+            },
+            uris,
+        }
+    }
+
+    async fn create(&self, id: &str) -> u32 {
+        let new = self.new_container(id, Uris::default());
+        self.tasks.create(new, self.guest.clone()).await.unwrap()
+    }
+
+    async fn run(&self, id: &str) {
+        self.create(id).await;
+        self.tasks.start(id, "").await.unwrap();
+    }
+
+    fn add_exec(&self, id: &str, exec: &str, process: &str) {
+        self.tasks
+            .exec(id, exec, Uris::default(), format!("\"{process}\"").into())
+            .unwrap();
+    }
+
+    /// The next events, by name.
+    async fn events<const N: usize>(&mut self) -> [&'static str; N] {
+        let mut names = [""; N];
+        for name in &mut names {
+            *name = match self.events.next().await.unwrap() {
+                Event::Create(_) => "create",
+                Event::Start(_) => "start",
+                Event::ExecAdded(_) => "exec-added",
+                Event::ExecStarted(_) => "exec-started",
+                Event::Exit(e) if e.id == e.container_id => "exit",
+                Event::Exit(_) => "exec-exit",
+                Event::Delete(_) => "delete",
+                Event::Paused(_) => "paused",
+                Event::Resumed(_) => "resumed",
+            };
+        }
+        names
+    }
+}
+
+fn code<T>(result: Result<T, TaskError>) -> Code {
+    result.err().unwrap().code()
+}
+
+#[tokio::test]
+async fn a_container_goes_from_create_to_delete_with_its_status() {
+    let mut bench = bench().await;
+    assert_eq!(bench.create("c").await, PID);
+    assert_eq!(bench.tasks.start("c", "").await.unwrap(), PID);
+    let tasks = bench.tasks.clone();
+    let wait = tokio::spawn(async move { tasks.wait("c", "").await });
+    bench.agent.exit("c", "", 7);
+    assert_eq!(wait.await.unwrap().unwrap().status, 7);
+    assert_eq!(bench.tasks.state("c", "").unwrap().exit_status, 7);
+    let deleted = bench.tasks.delete("c", "").await.unwrap();
+    assert_eq!((deleted.pid, deleted.exit.status), (PID, 7));
+    assert_eq!(bench.events().await, ["create", "start", "exit", "delete"]);
+    assert_eq!(code(bench.tasks.delete("c", "").await), Code::NOT_FOUND);
+    assert_eq!(code(bench.tasks.wait("c", "").await), Code::NOT_FOUND);
+    assert!(bench.tasks.is_empty());
+}
+
+#[tokio::test]
+async fn a_failed_create_leaves_no_name_behind_and_says_why_in_runcs_words() {
+    let bench = bench().await;
+    let mut new = bench.new_container("c", Uris::default());
+    new.spec.clear();
+    let error = bench
+        .tasks
+        .create(new, bench.guest.clone())
+        .await
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "OCI runtime create failed: exec: \"nope\": executable file not found in $PATH"
+    );
+    assert!(bench.tasks.is_empty());
+    bench.create("c").await;
+    assert_eq!(
+        bench.tasks.reserve("c").err().unwrap().code(),
+        Code::ALREADY_EXISTS
+    );
+}
+
+#[tokio::test]
+async fn an_exec_runs_and_its_output_reaches_containerd() {
+    let mut bench = bench().await;
+    bench.run("c").await;
+    let output = bench.dir.path().join("out");
+    let uris = Uris {
+        stdout: format!("file://{}", output.display()),
+        ..Default::default()
+    };
+    bench
+        .tasks
+        .exec("c", "e", uris, b"\"true\"".to_vec())
+        .unwrap();
+    assert_eq!(bench.tasks.state("c", "e").unwrap().pid, 0);
+    assert_eq!(bench.tasks.start("c", "e").await.unwrap(), PID);
+    bench.agent.exit("c", "e", 3);
+    assert_eq!(bench.tasks.wait("c", "e").await.unwrap().status, 3);
+    assert_eq!(bench.tasks.delete("c", "e").await.unwrap().exit.status, 3);
+    assert_eq!(std::fs::read_to_string(&output).unwrap(), "output of e");
+    assert_eq!(
+        bench.events().await,
+        ["create", "start", "exec-added", "exec-started", "exec-exit"]
+    );
+}
+
+#[tokio::test]
+async fn an_exec_that_ends_at_once_exits_after_it_started() {
+    let mut bench = bench().await;
+    bench.run("c").await;
+    bench.add_exec("c", "e", "quick");
+    bench.tasks.start("c", "e").await.unwrap();
+    assert_eq!(
+        bench.events().await,
+        ["create", "start", "exec-added", "exec-started", "exec-exit"]
+    );
+}
+
+#[tokio::test]
+async fn a_failed_exec_wakes_its_waiters_and_can_be_deleted() {
+    let bench = bench().await;
+    bench.run("c").await;
+    bench.add_exec("c", "e", "missing");
+    let tasks = bench.tasks.clone();
+    let wait = tokio::spawn(async move { tasks.wait("c", "e").await });
+    tokio::task::yield_now().await;
+    let error = bench.tasks.start("c", "e").await.unwrap_err();
+    assert!(
+        error.to_string().starts_with("OCI runtime exec failed: "),
+        "{error}"
+    );
+    assert_eq!(wait.await.unwrap().unwrap().status, 255);
+    bench.tasks.delete("c", "e").await.unwrap();
+}
+
+#[tokio::test]
+async fn an_exec_that_survives_in_a_shared_pid_namespace_is_ended_and_exits_first() {
+    let mut bench = bench().await;
+    let mut new = bench.new_container("c", Uris::default());
+    new.own_pid_namespace = false;
+    bench.tasks.create(new, bench.guest.clone()).await.unwrap();
+    bench.tasks.start("c", "").await.unwrap();
+    bench.add_exec("c", "e", "sleep");
+    bench.tasks.start("c", "e").await.unwrap();
+    bench.agent.exit("c", "", 0);
+    assert_eq!(
+        bench.events().await,
+        [
+            "create",
+            "start",
+            "exec-added",
+            "exec-started",
+            "exec-exit",
+            "exit"
+        ]
+    );
+    assert_eq!(bench.tasks.wait("c", "e").await.unwrap().status, 137);
+    assert_eq!(bench.tasks.wait("c", "").await.unwrap().status, 0);
+}
+
+#[tokio::test]
+async fn when_the_machine_dies_every_process_ends_and_everything_can_be_deleted() {
+    let mut bench = bench().await;
+    bench.run("a").await;
+    bench.run("b").await;
+    bench.add_exec("a", "e", "sleep");
+    bench.tasks.start("a", "e").await.unwrap();
+    bench.end.send_replace(Some(Arc::new(Ended {
+        message: "killed".into(),
+        console: String::new(),
+    })));
+    for (id, exec) in [("a", "e"), ("a", ""), ("b", "")] {
+        assert_eq!(bench.tasks.wait(id, exec).await.unwrap().status, 137);
+    }
+    for id in ["a", "b"] {
+        assert_eq!(bench.tasks.pids(id).await.unwrap().len(), 1);
+        bench.tasks.delete(id, "").await.unwrap();
+    }
+    let names: Vec<_> = bench.events.drain();
+    let exits = names.iter().filter(|e| matches!(e, Event::Exit(_))).count();
+    assert_eq!(exits, 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_does_not_answer_to_sigkill_is_cut_off() {
+    let bench = bench().await;
+    bench.run("c").await;
+    bench.agent.0.lock().unwrap().mute = true;
+    bench.tasks.kill("c", "", 9, false).await.unwrap();
+    assert_eq!(bench.tasks.wait("c", "").await.unwrap().status, 137);
+}
+
+#[tokio::test]
+async fn signals_and_sizes_and_pids_reach_the_right_process() {
+    let bench = bench().await;
+    let terminal = Uris {
+        terminal: true,
+        ..Default::default()
+    };
+    bench
+        .tasks
+        .create(
+            bench.new_container("c", terminal.clone()),
+            bench.guest.clone(),
+        )
+        .await
+        .unwrap();
+    bench.tasks.start("c", "").await.unwrap();
+    bench.tasks.resize("c", "", (80, 24)).await.unwrap();
+    bench
+        .tasks
+        .exec("c", "e", terminal, b"{}".to_vec())
+        .unwrap();
+    // Before its start the size is kept, not sent.
+    bench.tasks.resize("c", "e", (10, 5)).await.unwrap();
+    assert_eq!(
+        code(bench.tasks.kill("c", "e", 15, false).await),
+        Code::FAILED_PRECONDITION
+    );
+    bench.tasks.start("c", "e").await.unwrap();
+    bench.tasks.kill("c", "e", 15, false).await.unwrap();
+    assert_eq!(bench.tasks.wait("c", "e").await.unwrap().status, 143);
+    assert_eq!(
+        code(bench.tasks.kill("c", "e", 15, false).await),
+        Code::NOT_FOUND
+    );
+    bench.tasks.close_stdin("c", "").unwrap();
+    let log: Vec<_> = bench.agent.0.lock().unwrap().log.drain(..).collect();
+    assert_eq!(log, ["resize 80x24", "signal e 15 false"]);
+
+    let pids = bench.tasks.pids("c").await.unwrap();
+    assert_eq!(
+        pids.iter().map(|p| p.pid).collect::<Vec<_>>(),
+        [PID, 11, 12]
+    );
+    let details = ProcessDetails::parse_from_bytes(&pids[1].info.value).unwrap();
+    assert_eq!(details.exec_id, "e");
+}
+
+#[tokio::test]
+async fn pause_and_resume_are_told_and_guarded() {
+    let mut bench = bench().await;
+    bench.run("c").await;
+    assert_eq!(
+        code(bench.tasks.resume("c").await),
+        Code::FAILED_PRECONDITION
+    );
+    bench.tasks.pause("c").await.unwrap();
+    assert_eq!(
+        code(bench.tasks.pause("c").await),
+        Code::FAILED_PRECONDITION
+    );
+    assert_eq!(
+        code(bench.tasks.exec("c", "e", Uris::default(), b"{}".to_vec())),
+        Code::FAILED_PRECONDITION
+    );
+    bench.tasks.resume("c").await.unwrap();
+    assert_eq!(
+        bench.events().await,
+        ["create", "start", "paused", "resumed"]
+    );
+}
+
+#[tokio::test]
+async fn two_deletes_at_once_delete_once() {
+    let mut bench = bench().await;
+    bench.run("c").await;
+    bench.agent.exit("c", "", 0);
+    bench.tasks.wait("c", "").await.unwrap();
+    let (first, second) = tokio::join!(bench.tasks.delete("c", ""), bench.tasks.delete("c", ""));
+    assert!(first.is_ok());
+    assert_eq!(code(second), Code::NOT_FOUND);
+    assert_eq!(bench.events().await, ["create", "start", "exit", "delete"]);
+    assert!(bench.events.drain().is_empty());
+}
+
+#[tokio::test]
+async fn a_client_that_never_reads_does_not_hold_up_the_delete() {
+    let bench = bench().await;
+    let fifo = bench.dir.path().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let uris = Uris {
+        stdout: fifo.display().to_string(),
+        ..Default::default()
+    };
+    bench
+        .tasks
+        .create(bench.new_container("c", uris), bench.guest.clone())
+        .await
+        .unwrap();
+    bench.tasks.start("c", "").await.unwrap();
+    bench.agent.exit("c", "", 0);
+    bench.tasks.wait("c", "").await.unwrap();
+    let before = tokio::time::Instant::now();
+    bench.tasks.delete("c", "").await.unwrap();
+    assert!(before.elapsed() < Duration::from_secs(5));
+}
+
+#[tokio::test]
+async fn a_stream_is_read_to_its_end_before_a_delete_returns() {
+    let bench = bench().await;
+    let fifo = bench.dir.path().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let uris = Uris {
+        stdout: fifo.display().to_string(),
+        ..Default::default()
+    };
+    let mut reader = tokio::net::unix::pipe::OpenOptions::new()
+        .open_receiver(&fifo)
+        .unwrap();
+    bench
+        .tasks
+        .create(bench.new_container("c", uris), bench.guest.clone())
+        .await
+        .unwrap();
+    bench.tasks.start("c", "").await.unwrap();
+    bench.agent.exit("c", "", 0);
+    bench.tasks.wait("c", "").await.unwrap();
+    bench.tasks.delete("c", "").await.unwrap();
+    let mut text = String::new();
+    reader.read_to_string(&mut text).await.unwrap();
+    assert_eq!(text, "output of c");
+}
