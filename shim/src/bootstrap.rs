@@ -155,7 +155,7 @@ fn from_bootstrap(params: BootstrapParams, flags: &Flags) -> StartParams {
             .extensions
             .into_iter()
             .filter_map(|extension| extension.value.into_option())
-            .find(|any| crate::options::is_known(any)),
+            .find(crate::options::is_known),
     }
 }
 

@@ -23,7 +23,7 @@ use crate::hypervisor::{Ended, Hypervisor, HypervisorError, Launch, Sent, last_l
 use crate::process_id;
 use crate::sizing::Size;
 use crate::spec::Spec;
-use crate::state::{StateDir, StateError, VSOCK};
+use crate::state::{ROOTFS, StateDir, StateError, VSOCK};
 use crate::undo::Undo;
 
 /// How long a guest may take to end its processes and sync, and again until it has reset.
@@ -306,6 +306,7 @@ fn vm_config(config: &Config, size: Size, state: &StateDir) -> VmConfig {
             tag: SHARE_TAG.to_owned(),
             path: state.shared(),
             read_only: false,
+            guest_owned: vec![ROOTFS.to_owned()],
         }],
         vsock: Some(VsockConfig {
             cid: 3,

@@ -1,6 +1,7 @@
 //! A sandbox: its machine, the containers in it, and when it ends.
 
 use std::fs::DirBuilder;
+use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use crate::machine::{Booting, Machine, drop_caches};
 use crate::mount::{self, Mount};
 use crate::options::Options;
 use crate::spec::Spec;
-use crate::state;
+use crate::state::{self, ROOTFS, VOLUMES};
 use crate::stdio::Uris;
 use crate::task_error::TaskError;
 use crate::tasks::{Deleted, NewContainer, Reservation, Tasks, create_event};
@@ -180,7 +181,7 @@ impl Sandbox {
     }
 }
 
-/// Mounts what the container needs below its shared directory and edits its specification.
+/// Mounts what the container needs below the sandbox's shared directory and edits its specification.
 fn prepare(
     reservation: Reservation,
     request: &CreateTaskRequest,
@@ -189,28 +190,25 @@ fn prepare(
 ) -> Result<NewContainer, TaskError> {
     let id = reservation.id().to_owned();
     let bundle = PathBuf::from(&request.bundle);
-    let in_guest = format!("{SHARE_PATH}/{id}");
+    let volumes_in_guest = format!("{SHARE_PATH}/{VOLUMES}/{id}");
     let guest_spec = spec
         .clone()
-        .translate(&id, &bundle, &in_guest)
+        .translate(&id, &bundle, &volumes_in_guest)
         .map_err(TaskError::host)?;
 
     let mut undo = Undo::new();
-    let directory = shared.join(&id);
-    let rootfs = directory.join("rootfs");
-    let volumes = directory.join("mounts");
-    for path in [&directory, &rootfs, &volumes] {
-        DirBuilder::new()
-            .mode(0o700)
-            .create(path)
-            .map_err(|e| TaskError::host(format!("Cannot make {path:?}: {e}")))?;
-        if path == &directory {
-            let directory = directory.clone();
-            undo.push(format!("remove {}", directory.display()), move || {
-                state::remove_container(&directory)
-            });
-        }
-    }
+    let volumes = shared.join(VOLUMES).join(&id);
+    make_directory(&volumes, &mut undo, state::remove_volumes)?;
+    // A snapshot is the container's alone; a directory of the host is not.
+    let (rootfs, rootfs_in_guest) = if request.rootfs.is_empty() {
+        (volumes.join(ROOTFS), format!("{volumes_in_guest}/{ROOTFS}"))
+    } else {
+        (
+            shared.join(ROOTFS).join(&id),
+            format!("{SHARE_PATH}/{ROOTFS}/{id}"),
+        )
+    };
+    make_directory(&rootfs, &mut undo, state::remove_directory)?;
     {
         let rootfs = rootfs.clone();
         undo.push(format!("unmount {}", rootfs.display()), move || {
@@ -231,7 +229,7 @@ fn prepare(
     Ok(NewContainer {
         reservation,
         spec: guest_spec.json,
-        rootfs: format!("{in_guest}/rootfs"),
+        rootfs: rootfs_in_guest,
         uris: Uris {
             stdin: request.stdin.clone(),
             stdout: request.stdout.clone(),
@@ -244,6 +242,20 @@ fn prepare(
         event: create_event(request),
         bundle,
     })
+}
+
+fn make_directory(
+    path: &Path,
+    undo: &mut Undo,
+    remove: fn(&Path) -> io::Result<()>,
+) -> Result<(), TaskError> {
+    DirBuilder::new()
+        .mode(0o700)
+        .create(path)
+        .map_err(|e| TaskError::host(format!("Cannot make {path:?}: {e}")))?;
+    let made = path.to_owned();
+    undo.push(format!("remove {}", path.display()), move || remove(&made));
+    Ok(())
 }
 
 /// The mounts of the root file system. Without any it is a directory on the host.

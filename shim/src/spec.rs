@@ -48,7 +48,7 @@ pub struct Spec {
 pub struct GuestSpec {
     /// The edited specification, JSON.
     pub json: Vec<u8>,
-    /// The N-th is to be bound to `mounts/N` in the container's shared directory.
+    /// The N-th is to be bound to `N` in the container's directory of volumes.
     pub volumes: Vec<Volume>,
 }
 
@@ -195,7 +195,7 @@ impl Spec {
     }
 
     /// Splits the specification into what the guest does and what the host does for it.
-    /// `shared` is the container's shared directory as the guest sees it.
+    /// `shared` is the container's directory of volumes as the guest sees it.
     pub fn translate(
         mut self,
         id: &str,
@@ -402,7 +402,7 @@ fn translate_mount(
         follows_host: has(&["rslave", "slave", "rshared", "shared"]),
         destination,
     };
-    let in_guest = format!("{shared}/mounts/{}", volumes.len());
+    let in_guest = format!("{shared}/{}", volumes.len());
     volumes.push(volume);
     match mount.as_object_mut() {
         Some(mount) => mount.insert("source".into(), Value::from(in_guest)),
@@ -441,8 +441,8 @@ mod tests {
         .unwrap();
         assert_eq!(guest["futureField"]["kept"], true);
         assert_eq!(guest["mounts"][0]["source"], "proc");
-        assert_eq!(guest["mounts"][1]["source"], "/shared/web/mounts/0");
-        assert_eq!(guest["mounts"][2]["source"], "/shared/web/mounts/1");
+        assert_eq!(guest["mounts"][1]["source"], "/shared/web/0");
+        assert_eq!(guest["mounts"][2]["source"], "/shared/web/1");
         assert_eq!(guest["mounts"][2]["options"], json!(["bind", "ro"]));
         assert_eq!(guest["mounts"][3]["source"], "shm");
         assert_eq!(

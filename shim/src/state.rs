@@ -6,8 +6,8 @@
 //! cgroup          the hypervisor's cgroup, a directory a line
 //! vsock, vsock_N  the VM's sockets
 //! shared/         what the guest sees
-//!   CONTAINER/rootfs
-//!   CONTAINER/mounts/N
+//!   rootfs/CONTAINER      mounted there, changed by the guest alone
+//!   volumes/CONTAINER/N   what the host may change, too
 //! ```
 //!
 //! Nothing in it is ever removed recursively: what is mounted below is the user's.
@@ -25,6 +25,12 @@ use crate::undo::Undo;
 
 /// Where the directories of all sandboxes are.
 pub const ROOT: &str = "/run/cube";
+
+/// The directory in the shared one for root file systems.
+pub const ROOTFS: &str = "rootfs";
+
+/// The directory in the shared one for all else.
+pub const VOLUMES: &str = "volumes";
 
 /// The name of the VM's vsock socket in the sandbox's directory.
 pub const VSOCK: &str = "vsock";
@@ -81,14 +87,16 @@ impl StateDir {
             removed
         });
 
-        let shared = path.join("shared");
-        DirBuilder::new()
-            .mode(0o700)
-            .create(&shared)
-            .map_err(error)?;
-        undo.push(format!("remove {}", shared.display()), move || {
-            std::fs::remove_dir(&shared)
-        });
+        for name in ["shared", "shared/rootfs", "shared/volumes"] {
+            let directory = path.join(name);
+            DirBuilder::new()
+                .mode(0o700)
+                .create(&directory)
+                .map_err(error)?;
+            undo.push(format!("remove {}", directory.display()), move || {
+                std::fs::remove_dir(&directory)
+            });
+        }
         let handle = File::open(&path).map_err(error)?;
         Ok(Self { path, handle })
     }
@@ -209,11 +217,14 @@ pub fn remove_dead(path: &Path) -> Result<(), StateError> {
         }
     }
     let shared = path.join("shared");
-    for container in entries(&shared).map_err(error)? {
-        remove_container(&container).map_err(error)?;
+    for rootfs in entries(&shared.join(ROOTFS)).map_err(error)? {
+        std::fs::remove_dir(&rootfs).map_err(error)?;
     }
-    if shared.exists() {
-        std::fs::remove_dir(&shared).map_err(error)?;
+    for volumes in entries(&shared.join(VOLUMES)).map_err(error)? {
+        remove_volumes(&volumes).map_err(error)?;
+    }
+    for directory in [shared.join(ROOTFS), shared.join(VOLUMES), shared] {
+        remove_directory(&directory).map_err(error)?;
     }
     // What is left are our own notes and sockets.
     for file in entries(path).map_err(error)? {
@@ -222,11 +233,10 @@ pub fn remove_dead(path: &Path) -> Result<(), StateError> {
     remove_empty(path).map_err(error)
 }
 
-/// Removes a container's directory below `shared` once nothing is mounted there: mount points are
-/// empty directories and empty files.
-pub fn remove_container(container: &Path) -> io::Result<()> {
-    let mounts = container.join("mounts");
-    for point in entries(&mounts)? {
+/// Removes a container's directory of volumes once nothing is mounted there: mount points are empty
+/// directories and empty files.
+pub fn remove_volumes(volumes: &Path) -> io::Result<()> {
+    for point in entries(volumes)? {
         let metadata = std::fs::symlink_metadata(&point)?;
         if metadata.is_dir() {
             std::fs::remove_dir(&point)?;
@@ -234,13 +244,15 @@ pub fn remove_container(container: &Path) -> io::Result<()> {
             std::fs::remove_file(&point)?;
         }
     }
-    for directory in [mounts, container.join("rootfs"), container.to_owned()] {
-        match std::fs::remove_dir(&directory) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
+    remove_directory(volumes)
+}
+
+/// Removes an empty directory; one that is gone is no error.
+pub fn remove_directory(directory: &Path) -> io::Result<()> {
+    match std::fs::remove_dir(directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
     }
-    Ok(())
 }
 
 /// The paths in a directory; none if it is not there.
@@ -290,10 +302,10 @@ mod tests {
         // As after kill -9: the lock is gone, the files are there.
         std::fs::remove_file(path.join("lock")).unwrap();
         std::fs::write(path.join("lock"), "").unwrap();
-        let container = state.shared().join("web");
-        std::fs::create_dir_all(container.join("mounts/1")).unwrap();
-        std::fs::write(container.join("mounts/0"), "").unwrap();
-        std::fs::create_dir(container.join("rootfs")).unwrap();
+        let shared = state.shared();
+        std::fs::create_dir_all(shared.join("volumes/web/1")).unwrap();
+        std::fs::write(shared.join("volumes/web/0"), "").unwrap();
+        std::fs::create_dir(shared.join("rootfs/web")).unwrap();
         remove_dead(&path).unwrap();
         assert!(!path.exists());
         remove_dead(&path).unwrap();
@@ -303,11 +315,16 @@ mod tests {
     #[test]
     fn files_of_the_user_are_never_removed() {
         let root = tempfile::tempdir().unwrap();
-        let container = root.path().join("web");
-        std::fs::create_dir_all(container.join("rootfs")).unwrap();
-        std::fs::write(container.join("rootfs/precious"), "data").unwrap();
-        assert!(remove_container(&container).is_err());
-        assert!(container.join("rootfs/precious").exists());
+        let path = root.path().join("ns/web");
+        let precious = path.join("shared/rootfs/web/precious");
+        std::fs::create_dir_all(precious.parent().unwrap()).unwrap();
+        std::fs::write(&precious, "data").unwrap();
+        assert!(remove_dead(&path).is_err());
+        let volume = path.join("shared/volumes/web/0");
+        std::fs::create_dir_all(volume.parent().unwrap()).unwrap();
+        std::fs::write(&volume, "data").unwrap();
+        assert!(remove_volumes(volume.parent().unwrap()).is_err());
+        assert!(precious.exists() && volume.exists());
     }
 
     #[test]
