@@ -14,8 +14,10 @@ pub mod config_space;
 pub mod console;
 pub mod fs;
 pub mod mmio;
+pub mod net;
 pub mod queue;
 pub mod queue_state;
+pub mod rng;
 #[cfg(test)]
 mod testing;
 pub mod vsock;
@@ -95,6 +97,9 @@ pub enum ActivateError {
     /// The host refused what the device needs.
     #[error("Cannot start the device's worker")]
     Host(#[source] std::io::Error),
+    /// The device's backend cannot do what both sides agreed on.
+    #[error("The device's backend on the host refuses what the driver accepted")]
+    Backend(#[source] std::io::Error),
 }
 
 /// The device's interrupt line and what the driver reads to learn its cause

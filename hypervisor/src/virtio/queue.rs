@@ -8,12 +8,14 @@
 //! well-formed as a chain and wrong as a request is the device's own business.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
-use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use virtio_bindings::virtio_ring::{
+    VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC, VRING_AVAIL_F_NO_INTERRUPT,
+};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT};
-use vm_memory::{GuestAddress, GuestMemory, GuestMemoryError};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryError};
 
 use super::{ActivateError, Activation, Interrupt, Memory};
 
@@ -56,6 +58,8 @@ pub struct DeviceQueue {
     queue: Queue,
     memory: Arc<Memory>,
     interrupt: Arc<Interrupt>,
+    /// Chains handed back since the driver was last told, or did not want to be.
+    added: u16,
 }
 
 impl Activation {
@@ -80,6 +84,7 @@ impl Activation {
                 queue,
                 memory: memory.clone(),
                 interrupt: self.interrupt.clone(),
+                added: 0,
             });
         }
         let found = queues.len();
@@ -135,6 +140,24 @@ impl DeviceQueue {
         }
     }
 
+    /// Loads the next chain behind what `buffers` hold already. Returns its head and the length of its writable part.
+    ///
+    /// # Errors
+    ///
+    /// The driver broke the queue; the buffers are of no use then.
+    pub fn pop_behind(
+        &mut self,
+        buffers: &mut Buffers,
+    ) -> Result<Option<(u16, usize)>, QueueError> {
+        let Some(chain) = self.pop()? else {
+            return Ok(None);
+        };
+        let head = chain.head_index();
+        let before = buffers.writable.len();
+        buffers.append(self.index, chain)?;
+        Ok(Some((head, buffers.writable.len() - before)))
+    }
+
     /// Puts the chain that came last from [`pop`](Self::pop) back: it will come again.
     pub fn undo_pop(&mut self) {
         self.queue.go_to_previous_position();
@@ -146,9 +169,45 @@ impl DeviceQueue {
     ///
     /// The used ring is out of reach, or the head is no descriptor's index.
     pub fn add_used(&mut self, head: u16, written: u32) -> Result<(), QueueError> {
-        self.queue
-            .add_used(&*self.memory, head, written)
-            .map_err(|_| QueueError::Ring(self.index))
+        self.add_used_together([(head, written)])
+    }
+
+    /// Hands chains back, each with its head and the bytes written, so that the driver sees all of them or none: a
+    /// received packet may lie in several.
+    ///
+    /// # Errors
+    ///
+    /// The used ring is out of reach, or a head is no descriptor's index.
+    pub fn add_used_together(
+        &mut self,
+        chains: impl IntoIterator<Item = (u16, u32)>,
+    ) -> Result<(), QueueError> {
+        let size = self.queue.size();
+        let ring = GuestAddress(self.queue.used_ring());
+        let mut next = self.queue.next_used();
+        for (head, written) in chains {
+            if head >= size {
+                return Err(QueueError::Ring(self.index));
+            }
+            // The ring: flags and index of 2 bytes each, then elements of a head and a length of 4.
+            let element = (u64::from(written) << 32 | u64::from(head)).to_le();
+            ring.checked_add(4 + 8 * u64::from(next % size))
+                .and_then(|address| self.memory.write_obj(element, address).ok())
+                .ok_or(QueueError::Ring(self.index))?;
+            next = next.wrapping_add(1);
+        }
+        self.added = self
+            .added
+            .wrapping_add(next.wrapping_sub(self.queue.next_used()));
+        self.queue.set_next_used(next);
+        // Release: the driver that sees the index sees the elements and the data.
+        ring.checked_add(2)
+            .and_then(|address| {
+                self.memory
+                    .store(next.to_le(), address, Ordering::Release)
+                    .ok()
+            })
+            .ok_or(QueueError::Ring(self.index))
     }
 
     /// Interrupts the driver if it wants to know of what was used since the last call; once for a batch.
@@ -170,9 +229,31 @@ impl DeviceQueue {
     ///
     /// The available ring is out of reach.
     pub fn must_notify(&mut self) -> Result<bool, QueueError> {
-        self.queue
-            .needs_notification(&*self.memory)
-            .map_err(|_| QueueError::Ring(self.index))
+        let added = std::mem::take(&mut self.added);
+        if added == 0 {
+            return Ok(false);
+        }
+        // The used index is to be visible before the driver's wish is read (virtio 1.2, section 2.7.10).
+        fence(Ordering::SeqCst);
+        let used = self.queue.next_used();
+        Ok(match self.queue.event_idx_enabled() {
+            // Wanted when `used_event` is one of the indices used since the last call.
+            true => {
+                let end = 4 + 2 * u64::from(self.queue.size());
+                let event = self.load_available(end)?;
+                used.wrapping_sub(event).wrapping_sub(1) < added
+            }
+            false => self.load_available(0)? & VRING_AVAIL_F_NO_INTERRUPT as u16 == 0,
+        })
+    }
+
+    /// The 16 bits at `offset` of the available ring.
+    fn load_available(&self, offset: u64) -> Result<u16, QueueError> {
+        GuestAddress(self.queue.avail_ring())
+            .checked_add(offset)
+            .and_then(|address| self.memory.load(address, Ordering::Relaxed).ok())
+            .map(u16::from_le)
+            .ok_or(QueueError::Ring(self.index))
     }
 
     /// Asks the driver to kick again. `true` when chains came meanwhile, without a kick.
@@ -211,7 +292,6 @@ impl DeviceQueue {
         mut serve: impl FnMut(&mut Buffers) -> Option<u32>,
     ) -> Result<bool, QueueError> {
         let mut left = budget;
-        let mut served = false;
         let result = (|| {
             self.disable_notification()?;
             loop {
@@ -224,7 +304,6 @@ impl DeviceQueue {
                         return Ok(false);
                     };
                     self.add_used(head, written)?;
-                    served = true;
                     left -= 1;
                 }
                 if left == 0 {
@@ -235,9 +314,7 @@ impl DeviceQueue {
                 }
             }
         })();
-        if served {
-            self.notify()?;
-        }
+        self.notify()?;
         result
     }
 
@@ -300,7 +377,7 @@ impl Buffers {
         self.append(index, chain).inspect_err(|_| self.clear())
     }
 
-    /// Adds `chain`'s parts behind those loaded, as receiving into several chains at once wants it.
+    /// Adds `chain`'s parts behind those loaded.
     fn append(
         &mut self,
         index: usize,
@@ -412,6 +489,35 @@ impl Segments {
         }
     }
 
+    /// Forgets the parts that are consumed: for segments to which chains are added again and again.
+    pub fn compact(&mut self) {
+        self.parts.drain(..self.first);
+        self.first = 0;
+    }
+
+    /// Copies `data` to `offset` bytes from the front, consuming nothing. `false` if it does not all fit.
+    pub fn write_at(&self, mut offset: usize, data: &[u8]) -> bool {
+        let mut data = data;
+        for part in self.iovecs() {
+            let Some(room) = part.iov_len.checked_sub(offset).filter(|room| *room > 0) else {
+                offset -= part.iov_len;
+                continue;
+            };
+            let (now, later) = data.split_at(room.min(data.len()));
+            // SAFETY: `offset + now.len()` bytes lie within the part, which is guest memory (see `push`); it
+            // cannot overlap with `data`.
+            unsafe {
+                let to = part.iov_base.cast::<u8>().add(offset);
+                std::ptr::copy_nonoverlapping(now.as_ptr(), to, now.len());
+            }
+            (data, offset) = (later, 0);
+            if data.is_empty() {
+                return true;
+            }
+        }
+        data.is_empty()
+    }
+
     /// Cuts the end off, so that `len` bytes are left.
     pub fn truncate(&mut self, len: usize) {
         while self.len > len {
@@ -506,7 +612,7 @@ mod tests {
     use virtio_queue::desc::RawDescriptor;
     use virtio_queue::desc::split::Descriptor;
     use virtio_queue::mock::MockSplitQueue;
-    use vm_memory::{Bytes, GuestMemoryMmap};
+    use vm_memory::GuestMemoryMmap;
     use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
@@ -729,6 +835,62 @@ mod tests {
         assert_eq!(mock.used().idx().load(), 4);
         assert!(!queue.serve(&mut buffers, 3, |_| Some(0)).unwrap());
         assert_eq!(mock.used().idx().load(), 5);
+    }
+
+    #[test]
+    fn the_driver_is_interrupted_exactly_when_it_wants_to_be() {
+        for event_idx in [false, true] {
+            let memory = memory();
+            let mock = MockSplitQueue::new(&memory, SIZE);
+            let mut queue = device_queue(&memory, &mock);
+            queue.queue.set_event_idx(event_idx);
+            // The mock's rings overlap where the used event lies.
+            let used = 0x6000;
+            queue.queue.set_used_ring_address(Some(used), None);
+            let told = |queue: &DeviceQueue| queue.interrupt().line().read().is_ok();
+            let available = GuestAddress(queue.queue.avail_ring());
+            let used_event = GuestAddress(available.0 + 4 + 2 * u64::from(SIZE));
+            // Nothing used, nothing told.
+            queue.notify().unwrap();
+            assert!(!told(&queue));
+            // Without VIRTIO_F_EVENT_IDX the flag counts, with it the index.
+            let wishes: [(u16, u16, bool); 3] = match event_idx {
+                false => [(0, 9, true), (1, 2, false), (0, 0, true)],
+                true => [(1, 1, true), (0, 4, false), (1, 4, true)],
+            };
+            for (flags, index, wanted) in wishes {
+                memory.write_obj(flags, available).unwrap();
+                memory.write_obj(index, used_event).unwrap();
+                queue.add_used_together([(3, 1), (4, 2)]).unwrap();
+                queue.notify().unwrap();
+                assert_eq!(told(&queue), wanted, "{event_idx} {flags} {index}");
+            }
+            let index: u16 = memory.read_obj(GuestAddress(u64::from(used) + 2)).unwrap();
+            let last: [u32; 2] = [0, 4].map(|offset| {
+                let address = u64::from(used) + 4 + 5 * 8 + offset;
+                memory.read_obj(GuestAddress(address)).unwrap()
+            });
+            assert_eq!((index, last), (6, [4, 2]));
+            assert!(queue.add_used(SIZE, 0).is_err());
+        }
+    }
+
+    #[test]
+    fn bytes_can_be_written_in_the_middle() {
+        let (_, buffers) = load(&[
+            descriptor(0x4000, 3, WRITE | NEXT, 1),
+            descriptor(0x5000, 2, WRITE, 0),
+        ])
+        .unwrap();
+        assert!(buffers.writable.write_at(2, b"ab"));
+        assert!(buffers.writable.write_at(5, b""));
+        assert!(!buffers.writable.write_at(4, b"xy"));
+        let memory = &buffers.writable.memory;
+        assert_eq!(memory.read_obj::<u8>(GuestAddress(0x4002)).unwrap(), b'a');
+        assert_eq!(
+            memory.read_obj::<[u8; 2]>(GuestAddress(0x5000)).unwrap(),
+            *b"bx"
+        );
     }
 
     proptest! {
