@@ -145,7 +145,13 @@ pub fn build(
         events.add_subscriber(device as Subscriber);
     }
     let vcpus = start_vcpus(config.vcpus, &kvm, &vm, entry, &bus, ending)?;
-    Ok(Machine::new(vcpus, events, console, devices.leftovers))
+    Ok(Machine::new(
+        vcpus,
+        events,
+        console,
+        devices.slots,
+        devices.leftovers,
+    ))
 }
 
 /// The configured command line and, for each device, where it is

@@ -15,6 +15,7 @@ use crate::devices::OnCrowd;
 use crate::ending::{End, Ending};
 use crate::machine::Machine;
 use crate::one_line;
+use crate::slots::{SlotError, Slots};
 use crate::vcpu::Vcpu;
 
 /// How much of the console an answer carries, in bytes; escaped as JSON it still fits into a packet.
@@ -63,6 +64,7 @@ pub struct Owner {
 pub struct Control {
     socket: Arc<OwnedFd>,
     console: Arc<Console>,
+    slots: Arc<Slots>,
     vcpus: Arc<[Vcpu]>,
     ending: Arc<Ending>,
 }
@@ -110,13 +112,10 @@ impl Control {
                     .announce(ExitStatus::GuestReset, "Stopped by the owner");
                 Reply::Done
             }
-            Request::AttachDisk { slot, .. } => {
-                drop(fds);
-                Reply::Failed(format!("There is no spare disk {slot}"))
+            Request::AttachDisk { slot, read_only } => {
+                done(self.slots.attach_disk(slot, read_only, fds))
             }
-            Request::AttachNetwork { slot } => {
-                Reply::Failed(format!("There is no spare network {slot}"))
-            }
+            Request::AttachNetwork { slot } => done(self.slots.attach_network(slot, fds)),
         }
     }
 
@@ -210,9 +209,17 @@ impl Owner {
         Ok(Arc::new(Mutex::new(Control {
             socket: self.socket,
             console: Arc::clone(machine.console()),
+            slots: Arc::clone(machine.slots()),
             vcpus: Arc::clone(machine.vcpus()),
             ending: Arc::clone(ending),
         })))
+    }
+}
+
+fn done(result: Result<(), SlotError>) -> Reply {
+    match result {
+        Ok(()) => Reply::Done,
+        Err(e) => Reply::Failed(one_line(&e)),
     }
 }
 

@@ -7,9 +7,13 @@ use std::sync::{Arc, Mutex};
 use cube_hypervisor_api::{VmConfig, config};
 
 use crate::console::{Console, Input};
+use crate::slots::Slots;
+use crate::virtio::block::{Block, Disk, DiskError};
 use crate::virtio::console::ConsoleDevice;
 use crate::virtio::fs::{Fs, FsError};
 use crate::virtio::mmio::SharedDevice;
+use crate::virtio::net::{Mac, Net, Tap, TapError, parse_mac};
+use crate::virtio::rng::Rng;
 use crate::virtio::vsock::{Vsock, VsockError};
 
 /// Told which share is crowded, and by how many inodes the guest holds. Called by the share's workers.
@@ -27,12 +31,32 @@ pub enum DeviceError {
     /// See [`FsError`].
     #[error(transparent)]
     Share(#[from] FsError),
+    /// See [`DiskError`].
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// A serial number that the guest cannot be told.
+    #[error("The serial number {0:?} of a disk has to have at most 20 ASCII characters")]
+    Serial(String),
+    /// See [`TapError`].
+    #[error(transparent)]
+    Network(#[from] TapError),
+    /// Not an address of one network device.
+    #[error("The MAC address {0:?} is none: it is like 02:00:00:00:00:01, with an even first byte")]
+    Mac(String),
+    /// An MTU that no network has.
+    #[error("The MTU {0} of the TAP {1} has to be 68 to 65535")]
+    Mtu(u16, String),
+    /// The host has no eventfd left for a device.
+    #[error("Cannot create a virtio device: raise the limit of open files")]
+    EventFd(#[source] io::Error),
 }
 
 /// The devices in the order of their windows, which is the order in which Linux finds them.
 pub struct Devices {
     /// All of them.
     pub all: Vec<SharedDevice>,
+    /// Those of them that a backend can be attached to while the machine runs.
+    pub slots: Slots,
     /// What the devices leave in the file system while they are there.
     pub leftovers: Leftovers,
 }
@@ -68,8 +92,65 @@ impl Devices {
             let tell = Box::new(move |inodes| on_crowd(&tag, inodes));
             all.push(shared(Fs::new(share, config.memory_mib << 20, tell)?));
         }
-        Ok(Self { all, leftovers })
+        let slots = open_slots(config)?;
+        all.extend(slots.disks.iter().map(|disk| disk.clone() as SharedDevice));
+        all.extend(slots.networks.iter().map(|net| net.clone() as SharedDevice));
+        if config.entropy {
+            all.push(shared(Rng::new().map_err(DeviceError::EventFd)?));
+        }
+        Ok(Self {
+            all,
+            slots,
+            leftovers,
+        })
     }
+}
+
+/// Disks and networks, those of the configuration first.
+fn open_slots(config: &VmConfig) -> Result<Slots, DeviceError> {
+    let mut slots = Slots::default();
+    for disk in &config.disks {
+        if !disk.serial.is_ascii() || disk.serial.len() > 20 {
+            return Err(DeviceError::Serial(disk.serial.clone()));
+        }
+        let backend = Disk::open(&disk.path, disk.read_only)?;
+        slots.disks.push(block(Some(backend), &disk.serial)?);
+    }
+    for _ in 0..config.spare_disks {
+        slots.disks.push(block(None, "")?);
+    }
+    for network in &config.networks {
+        slots.networks.push(open_network(network)?);
+    }
+    for _ in 0..config.spare_networks {
+        slots.networks.push(net(None, None, None)?);
+    }
+    Ok(slots)
+}
+
+fn open_network(network: &config::NetworkConfig) -> Result<Arc<Mutex<Net>>, DeviceError> {
+    let mac = match &network.mac {
+        Some(text) => Some(parse_mac(text).ok_or_else(|| DeviceError::Mac(text.clone()))?),
+        None => None,
+    };
+    if let Some(mtu) = network.mtu.filter(|mtu| *mtu < 68) {
+        return Err(DeviceError::Mtu(mtu, network.tap.clone()));
+    }
+    net(Some(Tap::open(&network.tap)?), mac, network.mtu)
+}
+
+fn block(disk: Option<Disk>, serial: &str) -> Result<Arc<Mutex<Block>>, DeviceError> {
+    let block = Block::new(disk, serial).map_err(DeviceError::EventFd)?;
+    Ok(Arc::new(Mutex::new(block)))
+}
+
+fn net(
+    tap: Option<Tap>,
+    mac: Option<Mac>,
+    mtu: Option<u16>,
+) -> Result<Arc<Mutex<Net>>, DeviceError> {
+    let net = Net::new(tap, mac, mtu).map_err(DeviceError::EventFd)?;
+    Ok(Arc::new(Mutex::new(net)))
 }
 
 fn console_device(config: &VmConfig, console: &Arc<Console>) -> Result<SharedDevice, DeviceError> {

@@ -21,6 +21,7 @@ pub mod memory;
 mod run;
 pub mod serial;
 mod signals;
+pub mod slots;
 pub mod vcpu;
 pub mod virtio;
 pub mod vm;

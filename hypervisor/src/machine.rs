@@ -10,6 +10,7 @@ use crate::console::Console;
 use crate::devices::Leftovers;
 use crate::ending::{End, Ending};
 use crate::exits::ExitTable;
+use crate::slots::Slots;
 use crate::vcpu::Vcpu;
 
 /// A running machine.
@@ -17,6 +18,7 @@ pub struct Machine {
     vcpus: Arc<[Vcpu]>,
     events: EventManager<Subscriber>,
     console: Arc<Console>,
+    slots: Arc<Slots>,
     leftovers: Leftovers,
 }
 
@@ -26,12 +28,14 @@ impl Machine {
         vcpus: Vec<Vcpu>,
         events: EventManager<Subscriber>,
         console: Arc<Console>,
+        slots: Slots,
         leftovers: Leftovers,
     ) -> Self {
         Self {
             vcpus: vcpus.into(),
             events,
             console,
+            slots: Arc::new(slots),
             leftovers,
         }
     }
@@ -49,6 +53,11 @@ impl Machine {
     /// What the guest says.
     pub fn console(&self) -> &Arc<Console> {
         &self.console
+    }
+
+    /// Where disks and networks can be attached.
+    pub fn slots(&self) -> &Arc<Slots> {
+        &self.slots
     }
 
     /// Serves the devices until the machine ends.
