@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
@@ -15,55 +16,61 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 /// Descriptors that shares leave to everybody else in the process.
 pub const RESERVE: u64 = 512;
 
-/// How many more a share may take now. The limit is the process's, and so is this.
-static LEFT: AtomicU64 = AtomicU64::new(0);
-/// The limit that `LEFT` was made of.
-static LIMIT: AtomicU64 = AtomicU64::new(0);
+/// How many descriptors may still be taken.
+pub struct Budget(AtomicU64);
 
-/// Raises the process's limit as far as it goes and sets the budget accordingly. Every call after the
-/// first one changes nothing.
-pub fn open_budget() {
-    let limit = getrlimit(Resource::Nofile);
-    let most = limit.maximum.unwrap_or(u64::from(u32::MAX));
-    if limit.current != limit.maximum {
-        let raised = Rlimit {
-            current: limit.maximum,
-            maximum: limit.maximum,
-        };
-        if let Err(e) = setrlimit(Resource::Nofile, raised) {
-            log::warn!("Cannot raise the limit of open files to {most}: {e}");
-        }
+impl Budget {
+    /// The process's. The first call raises the process's limit as far as it goes.
+    pub fn of_process() -> &'static Self {
+        static BUDGET: OnceLock<Budget> = OnceLock::new();
+        BUDGET.get_or_init(|| {
+            let limit = getrlimit(Resource::Nofile);
+            if limit.current != limit.maximum {
+                let raised = Rlimit {
+                    current: limit.maximum,
+                    maximum: limit.maximum,
+                };
+                if let Err(e) = setrlimit(Resource::Nofile, raised) {
+                    log::warn!("Cannot raise the limit of open files: {e}");
+                }
+            }
+            let limit = getrlimit(Resource::Nofile).current;
+            // Without any limit the system's own is nearer than this.
+            Self(AtomicU64::new(
+                limit.unwrap_or(1 << 30).saturating_sub(RESERVE),
+            ))
+        })
     }
-    let usable = getrlimit(Resource::Nofile).current.unwrap_or(most);
-    if LIMIT
-        .compare_exchange(0, usable, Ordering::AcqRel, Ordering::Acquire)
-        .is_ok()
-    {
-        LEFT.fetch_add(usable.saturating_sub(RESERVE), Ordering::AcqRel);
+
+    /// One of its own, of `left` descriptors.
+    #[cfg(test)]
+    pub fn of(left: u64) -> &'static Self {
+        Box::leak(Box::new(Self(AtomicU64::new(left))))
     }
-}
 
-/// A file descriptor that counts against the budget until it is dropped.
-pub struct Descriptor(File);
-
-impl Descriptor {
     /// Counts `file`.
     ///
     /// # Errors
     ///
     /// `ENFILE` when the budget is used up; `file` is closed then.
-    pub fn new(file: OwnedFd) -> Result<Self, Errno> {
-        LEFT.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| {
-            left.checked_sub(1)
-        })
-        .map_err(|_| Errno::NFILE)?;
-        Ok(Self(file.into()))
+    pub fn count(&'static self, file: OwnedFd) -> Result<Descriptor, Errno> {
+        let taken = |left: u64| left.checked_sub(1);
+        match self
+            .0
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, taken)
+        {
+            Ok(_) => Ok(Descriptor(file.into(), self)),
+            Err(_) => Err(Errno::NFILE),
+        }
     }
 }
 
+/// A file descriptor that counts against its budget until it is dropped.
+pub struct Descriptor(File, &'static Budget);
+
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        LEFT.fetch_add(1, Ordering::AcqRel);
+        self.1.0.fetch_add(1, Ordering::AcqRel);
     }
 }
 

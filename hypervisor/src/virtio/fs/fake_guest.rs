@@ -16,7 +16,7 @@ use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::super::{Activation, Interrupt, Memory, VirtioDevice};
-use super::{Fs, OnCrowd, QUEUE_SIZES};
+use super::{Fs, QUEUE_SIZES};
 
 pub const MEMORY: u64 = 8 << 20;
 const RINGS: [u64; 2] = [0x1_0000, 0x2_0000];
@@ -69,11 +69,7 @@ pub fn parse<T: ByteValued + Default>(reply: &[u8]) -> T {
 
 impl Guest {
     pub fn new(config: &ShareConfig) -> Self {
-        Self::with_crowd(config, Box::new(|_| {}))
-    }
-
-    pub fn with_crowd(config: &ShareConfig, on_crowd: OnCrowd) -> Self {
-        Self::with_device(Fs::new(config, MEMORY, on_crowd).unwrap())
+        Self::with_device(Fs::new(config, MEMORY, Box::new(|_| {})).unwrap())
     }
 
     pub fn with_device(device: Fs) -> Self {
@@ -147,17 +143,7 @@ impl Guest {
             self.memory.write_obj(RawDescriptor::from(raw), at).unwrap();
         }
         let slot = self.next[queue] % size;
-        let entry = GuestAddress(base + 0x4004 + u64::from(slot) * 2);
-        self.memory.write_obj(0u16, entry).unwrap();
-        // The event index of the interrupt: every request's end is of interest.
-        let event = GuestAddress(base + 0x4004 + u64::from(size) * 2);
-        self.memory.write_obj(self.next[queue], event).unwrap();
-        self.next[queue] = self.next[queue].wrapping_add(1);
-        let index = GuestAddress(base + 0x4002);
-        self.memory
-            .store(self.next[queue], index, Ordering::SeqCst)
-            .unwrap();
-        self.device.queue_events()[queue].write(1).unwrap();
+        self.offer(queue, 0);
         let used = GuestAddress(base + 0x6002);
         loop {
             let done: u16 = self.memory.load(used, Ordering::SeqCst).unwrap();
@@ -231,8 +217,65 @@ impl Guest {
         self.submit(0, &[(REQUEST, request.len() as u32, 0)]);
     }
 
-    pub fn memory(&self) -> &Memory {
-        &self.memory
+    /// Sends a request and does not wait for its reply. Such a request, number `n` of several, has descriptors and
+    /// buffers of its own.
+    pub fn post(&mut self, n: u16, opcode: Opcode, node: u64, body: &[u8]) {
+        let header = self.header(opcode as u32, node, body);
+        let request = [bytes(header), body.to_vec()].concat();
+        let at = REQUEST + 0x1000 * (u64::from(n) + 1);
+        self.memory.write_slice(&request, GuestAddress(at)).unwrap();
+        let first = 100 + n * 2;
+        let parts = [
+            Descriptor::new(at, request.len() as u32, 1, first + 1),
+            Descriptor::new(at + 0x800, 0x800, 2, 0),
+        ];
+        for (part, index) in parts.into_iter().zip(first..) {
+            let entry = GuestAddress(RINGS[1] + u64::from(index) * 16);
+            self.memory
+                .write_obj(RawDescriptor::from(part), entry)
+                .unwrap();
+        }
+        self.offer(1, first);
+    }
+
+    /// The number of requests that the device has finished, since the start.
+    pub fn finished(&self) -> u16 {
+        let used = GuestAddress(RINGS[1] + 0x6002);
+        self.memory.load(used, Ordering::SeqCst).unwrap()
+    }
+
+    /// Waits until the device has finished `count` requests, since the start.
+    pub fn wait_for(&self, count: u16) {
+        loop {
+            let now = self.finished();
+            if now == count {
+                return;
+            }
+            let event = RINGS[1] + 0x4004 + u64::from(QUEUE_SIZES[1]) * 2;
+            self.memory
+                .store(now, GuestAddress(event), Ordering::SeqCst)
+                .unwrap();
+            if self.finished() == now {
+                self.interrupt.line().read().unwrap();
+            }
+        }
+    }
+
+    fn offer(&mut self, queue: usize, head: u16) {
+        let (base, size) = (RINGS[queue], QUEUE_SIZES[queue]);
+        let slot = self.next[queue] % size;
+        let entry = GuestAddress(base + 0x4004 + u64::from(slot) * 2);
+        self.memory.write_obj(head, entry).unwrap();
+        // The event index of the interrupt: every request's end is of interest.
+        let used: u16 = self.memory.read_obj(GuestAddress(base + 0x6002)).unwrap();
+        let event = GuestAddress(base + 0x4004 + u64::from(size) * 2);
+        self.memory.write_obj(used, event).unwrap();
+        self.next[queue] = self.next[queue].wrapping_add(1);
+        let index = GuestAddress(base + 0x4002);
+        self.memory
+            .store(self.next[queue], index, Ordering::SeqCst)
+            .unwrap();
+        self.device.queue_events()[queue].write(1).unwrap();
     }
 
     pub fn look_up(&mut self, parent: u64, entry: &str) -> Result<EntryOut, i32> {

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 use super::descriptors::Descriptor;
 
@@ -16,6 +17,24 @@ pub struct Handle {
     pub flags: u32,
     /// Whoever reads a directory moves the descriptor's position, and holds this meanwhile.
     pub position: Mutex<()>,
+}
+
+/// What a snapshot keeps of an open file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedHandle {
+    /// The number by which the guest knows it.
+    pub number: u64,
+    /// The number of its node.
+    pub node: u64,
+    /// The flags that it was opened with (`O_*`).
+    pub flags: u32,
+}
+
+/// More handles than any process can have.
+const MOST_HANDLES: usize = 1 << 30;
+
+fn number(index: usize, generation: u32) -> u64 {
+    (u64::from(generation) << 32) | index as u64
 }
 
 #[derive(Default)]
@@ -55,7 +74,7 @@ impl Handles {
         });
         let slot = &mut table.slots[index as usize];
         slot.handle = Some(handle);
-        (u64::from(slot.generation) << 32) | u64::from(index)
+        number(index as usize, slot.generation)
     }
 
     /// Open file `number` of `node`.
@@ -109,16 +128,65 @@ impl Handles {
         drop(table);
     }
 
-    /// Every open file with its number.
-    pub fn all(&self) -> Vec<(u64, Arc<Handle>)> {
+    /// Every open file.
+    pub fn save(&self) -> Vec<SavedHandle> {
         let table = self.lock();
-        let number = |index: usize, slot: &Slot| {
-            let handle = slot.handle.clone()?;
-            Some(((u64::from(slot.generation) << 32) | index as u64, handle))
-        };
         let slots = table.slots.iter().enumerate();
-        slots
-            .filter_map(|(index, slot)| number(index, slot))
-            .collect()
+        let saved = slots.filter_map(|(index, slot)| {
+            let handle = slot.handle.as_ref()?;
+            Some(SavedHandle {
+                number: number(index, slot.generation),
+                node: handle.node,
+                flags: handle.flags,
+            })
+        });
+        saved.collect()
+    }
+
+    /// Puts back what [`save`](Self::save) gave; `open` opens the file of a handle. What cannot be opened is
+    /// no open file any more: the guest gets `EBADF` for it.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` when `saved` is not what `save` can have given.
+    pub fn restore(
+        &self,
+        saved: &[SavedHandle],
+        mut open: impl FnMut(&SavedHandle) -> Result<Descriptor, Errno>,
+    ) -> Result<(), Errno> {
+        let mut table = self.lock();
+        for saved in saved {
+            let index = saved.number as u32 as usize;
+            // More open files than descriptors there cannot have been.
+            if index >= MOST_HANDLES {
+                return Err(Errno::INVAL);
+            }
+            if table.slots.len() <= index {
+                table.slots.resize_with(index + 1, Slot::default);
+            }
+            let slot = &mut table.slots[index];
+            if slot.handle.is_some() {
+                return Err(Errno::INVAL);
+            }
+            slot.generation = (saved.number >> 32) as u32;
+            slot.handle = open(saved).ok().map(|file| {
+                Arc::new(Handle {
+                    node: saved.node,
+                    file,
+                    flags: saved.flags,
+                    position: Mutex::default(),
+                })
+            });
+        }
+        let last = table.slots.iter().map(|slot| slot.generation).max();
+        let next = last.unwrap_or(0).wrapping_add(1);
+        table.free.clear();
+        for index in 0..table.slots.len() {
+            if table.slots[index].handle.is_none() {
+                table.slots[index].generation = next;
+                table.free.push(index as u32);
+            }
+        }
+        Ok(())
     }
 }

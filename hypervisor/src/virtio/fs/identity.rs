@@ -7,7 +7,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
 use rustix::io::Errno;
 use virtiofsd::fuse::Attr;
 
-use super::descriptors::Descriptor;
+use super::descriptors::{Budget, Descriptor};
 
 /// What tells a file from all others that exist on the host at the same time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -87,9 +87,9 @@ pub fn stat(dir: impl AsFd, name: &CStr) -> Result<Statx, Errno> {
 }
 
 /// Opens the file `name` in `dir`, whatever its type, as a reference only (`O_PATH`).
-pub fn refer(dir: impl AsFd, name: &CStr) -> Result<Descriptor, Errno> {
+pub fn refer(dir: impl AsFd, name: &CStr, budget: &'static Budget) -> Result<Descriptor, Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    Descriptor::new(rustix::fs::openat(dir, name, flags, Mode::empty())?)
+    budget.count(rustix::fs::openat(dir, name, flags, Mode::empty())?)
 }
 
 /// What FUSE calls the attributes of the file that `stat` is of, with `flags` (`ATTR_*`).

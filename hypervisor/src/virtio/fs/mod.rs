@@ -6,7 +6,7 @@
 //! - [`request`] makes FUSE messages of descriptor chains, with virtiofsd's protocol code;
 //! - [`share`] carries them out, [`nodes`] and [`handles`] know the guest's inodes and open files;
 //! - [`policy`] says for how long the guest may believe what it is told, [`credentials`] on whose behalf a
-//!   thread acts, [`descriptors`] how many files may be open.
+//!   thread acts, [`descriptors`] how many files may be open, [`state`] what a snapshot keeps.
 //!
 //! Locks (POSIX and `flock`) stay in the guest: nobody else uses the share while it does, or cares for locks.
 
@@ -20,6 +20,7 @@ mod nodes;
 mod policy;
 mod request;
 mod share;
+mod state;
 #[cfg(test)]
 mod tests;
 mod workers;
@@ -29,15 +30,21 @@ use std::sync::Arc;
 
 use cube_hypervisor_api::config::ShareConfig;
 use event_manager::{EventOps, Events, MutEventSubscriber};
+use serde::{Deserialize, Serialize};
 use virtio_queue::QueueState;
 use virtiofsd::server::Server;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::config_space;
 use super::queue::{FEATURE_EVENT_IDX, FEATURE_VERSION_1};
+use super::queue_state::ActiveState;
 use super::{ActivateError, Activation, VirtioDevice};
+use descriptors::Budget;
+use nodes::Limits;
 use request::Requests;
 pub use share::OnCrowd;
 use share::Share;
+pub use state::{RestoreError, ShareState};
 use workers::Workers;
 
 /// The device type (virtio 1.2, section 5.11.1).
@@ -78,13 +85,37 @@ pub enum FsError {
     /// The host has no eventfd left.
     #[error("Cannot make the eventfd of a share")]
     EventFd(#[source] io::Error),
+    /// The snapshot is of another share.
+    #[error("The snapshot is of a share with the tag {saved:?}, and this one is {configured:?}")]
+    OtherTag {
+        /// In the snapshot.
+        saved: String,
+        /// In the configuration.
+        configured: String,
+    },
+    /// The snapshot's state cannot be put back.
+    #[error(transparent)]
+    Restore(#[from] RestoreError),
+}
+
+/// What a snapshot keeps of the device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FsState {
+    /// The name by which the guest mounts it.
+    pub tag: String,
+    /// What the guest knows of the directory.
+    pub share: ShareState,
+    /// The driver's choices and queues, if the device was active.
+    pub active: Option<ActiveState>,
 }
 
 /// A virtio-fs device.
 pub struct Fs {
     tag: String,
     config: [u8; CONFIG_LENGTH],
+    share: Share,
     server: Arc<Server<Share>>,
+    features: u64,
     /// Both are the same eventfd, so one worker can wait for either queue.
     kicks: [EventFd; 2],
     workers: Option<Workers>,
@@ -102,6 +133,20 @@ impl Fs {
         guest_memory: u64,
         on_crowd: OnCrowd,
     ) -> Result<Self, FsError> {
+        let most = usize::try_from(guest_memory / BYTES_PER_INODE).unwrap_or(usize::MAX);
+        let limits = Limits {
+            nodes: most.max(1024),
+            crowd: FORGET_THRESHOLD,
+            budget: Budget::of_process(),
+        };
+        Self::with_limits(config, limits, on_crowd)
+    }
+
+    fn with_limits(
+        config: &ShareConfig,
+        limits: Limits,
+        on_crowd: OnCrowd,
+    ) -> Result<Self, FsError> {
         let tag = config.tag.clone();
         if tag.is_empty() || tag.len() > TAG_LENGTH || tag.contains('\0') {
             return Err(FsError::Tag(tag));
@@ -112,18 +157,16 @@ impl Fs {
         if let Some(wrong) = config.guest_owned.iter().find(|name| !is_name(name)) {
             return Err(FsError::GuestOwned(wrong.clone()));
         }
-        descriptors::open_budget();
         let wrong_directory = |cause| FsError::Directory {
             path: config.path.clone(),
             cause,
         };
-        let root = share::open_root(&config.path).map_err(wrong_directory)?;
-        let most = usize::try_from(guest_memory / BYTES_PER_INODE).unwrap_or(usize::MAX);
+        let root = share::open_root(&config.path, limits.budget).map_err(wrong_directory)?;
         let share = Share::new(
             root,
             config.read_only,
             config.guest_owned.clone(),
-            (most.max(1024), FORGET_THRESHOLD),
+            limits,
             on_crowd,
         )
         .map_err(wrong_directory)?;
@@ -136,10 +179,44 @@ impl Fs {
         Ok(Self {
             tag,
             config: space,
-            server: Arc::new(Server::new(share)),
+            server: Arc::new(Server::new(share.clone())),
+            share,
+            features: 0,
             kicks: [kick, other],
             workers: None,
         })
+    }
+
+    /// A device in `state`, to be activated with `state.active`. The directory may be another one; see [`ShareState`].
+    ///
+    /// # Errors
+    ///
+    /// The configuration cannot be used, or the state does not fit it.
+    pub fn restore(
+        config: &ShareConfig,
+        guest_memory: u64,
+        on_crowd: OnCrowd,
+        state: &FsState,
+    ) -> Result<Self, FsError> {
+        if state.tag != config.tag {
+            return Err(FsError::OtherTag {
+                saved: state.tag.clone(),
+                configured: config.tag.clone(),
+            });
+        }
+        let device = Self::new(config, guest_memory, on_crowd)?;
+        state.share.restore(&device.share, &device.server)?;
+        Ok(device)
+    }
+
+    /// For a snapshot. Waits for requests that are under way; the driver does not run meanwhile.
+    pub fn save(&self) -> FsState {
+        let queues = self.queue_states();
+        FsState {
+            tag: self.tag.clone(),
+            share: ShareState::of(&self.share),
+            active: ActiveState::new(self.features, queues),
+        }
     }
 
     /// The name by which the guest mounts it.
@@ -173,20 +250,14 @@ impl VirtioDevice for Fs {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        data.fill(0);
-        let rest = usize::try_from(offset)
-            .ok()
-            .and_then(|o| self.config.get(o..));
-        if let Some(rest) = rest {
-            let length = rest.len().min(data.len());
-            data[..length].copy_from_slice(&rest[..length]);
-        }
+        config_space::read(&self.config, offset, data);
     }
 
     fn write_config(&mut self, _: u64, _: &[u8]) {}
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         self.reset();
+        let features = activation.features;
         let queues = activation.into_queues::<2>()?;
         let memory = queues[0].memory().clone();
         let requests = Requests::new(self.server.clone(), memory)
@@ -195,6 +266,7 @@ impl VirtioDevice for Fs {
         // Requests that wait already, after a restore, are looked at without a kick.
         let workers = Workers::start(self.tag.clone(), queues, kick, requests);
         self.workers = Some(workers.map_err(ActivateError::Host)?);
+        self.features = features;
         Ok(())
     }
 

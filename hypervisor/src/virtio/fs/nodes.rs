@@ -16,13 +16,15 @@
 //!   that make up an identity are not used again for another one.
 
 use std::collections::{HashMap, VecDeque};
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::Statx;
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
-use super::descriptors::Descriptor;
+use super::descriptors::{Budget, Descriptor};
 use super::identity::{self, Birth, Identity, Seen};
 use super::policy::Cache;
 
@@ -48,6 +50,11 @@ impl From<NodeRef> for u64 {
 }
 
 impl NodeRef {
+    const ROOT: Self = Self {
+        index: 0,
+        generation: 0,
+    };
+
     fn from_id(id: u64) -> Option<Self> {
         Some(Self {
             index: (id as u32).checked_sub(1)?,
@@ -98,12 +105,22 @@ pub(super) struct Table {
     crowded: bool,
 }
 
+/// What a share may take.
+#[derive(Clone, Copy)]
+pub struct Limits {
+    /// The most nodes.
+    pub nodes: usize,
+    /// The number of nodes from which on [`Claim::crowded`] tells.
+    pub crowd: usize,
+    /// Where descriptors come from.
+    pub budget: &'static Budget,
+}
+
 /// The nodes of one share.
 pub struct Nodes {
     table: Mutex<Table>,
-    most: usize,
-    crowd: usize,
-    held: usize,
+    limits: Limits,
+    held: AtomicUsize,
 }
 
 /// A node that the guest has been told of once more.
@@ -118,6 +135,23 @@ pub struct Claim {
     pub other_mount: bool,
     /// The number of nodes, when it has just become too large.
     pub crowded: Option<usize>,
+}
+
+/// What a snapshot keeps of a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedNode {
+    /// The number by which the guest knows it.
+    pub id: u64,
+    /// The number of the parent.
+    pub parent: u64,
+    /// Its name there; `None` if it had none any more.
+    pub name: Option<Vec<u8>>,
+    /// Its type, one of `S_IFMT`.
+    pub kind: u32,
+    /// How often the guest was told of it.
+    pub lookups: u64,
+    /// Who changes it.
+    pub cache: Cache,
 }
 
 /// Where to ask for a node's attributes.
@@ -144,13 +178,12 @@ impl Node {
 }
 
 impl Nodes {
-    /// Only the root, which is `file`. At most `most` nodes are kept; from `crowd` on, [`Claim::crowded`] tells.
-    pub fn new(file: Descriptor, stat: &Statx, most: usize, crowd: usize) -> Self {
+    /// Only the root, which is `file`.
+    pub fn new(file: Descriptor, stat: &Statx, limits: Limits) -> Self {
         let nodes = Self {
             table: Mutex::default(),
-            most,
-            crowd,
-            held: HELD,
+            limits,
+            held: AtomicUsize::new(HELD),
         };
         nodes.lock().reset(Arc::new(file), stat);
         nodes
@@ -203,8 +236,8 @@ impl Nodes {
 
     /// Parks from the first node on that is held beyond `held`.
     #[cfg(test)]
-    pub fn hold_at_most(&mut self, held: usize) {
-        self.held = held;
+    pub fn hold_at_most(&self, held: usize) {
+        self.held.store(held, Ordering::Relaxed);
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Table> {
@@ -241,7 +274,8 @@ impl Nodes {
             table.way_to(node)?
         };
         for step in steps.into_iter().rev() {
-            let opened = identity::refer(&*file, &step.name).map_err(gone_is_stale)?;
+            let opened =
+                identity::refer(&*file, &step.name, self.limits.budget).map_err(gone_is_stale)?;
             let stat = identity::stat(&opened, c"")?;
             if !step.seen.is(&stat) {
                 return Err(Errno::STALE);
@@ -291,7 +325,7 @@ impl Nodes {
                 table.put(index, parent.index, name, &mut closing);
                 index
             }
-            None if table.count >= self.most => return Err(Errno::NFILE),
+            None if table.count >= self.limits.nodes => return Err(Errno::NFILE),
             None => table.add(Node {
                 parent: parent.index,
                 name: Some(name.into()),
@@ -307,7 +341,7 @@ impl Nodes {
                 clocked: false,
             }),
         };
-        let crowded = table.crowd(self.crowd);
+        let crowded = table.crowd(self.limits.crowd);
         let (id, cache, anchor) = table.count_lookup(node)?;
         drop(table);
         drop(closing);
@@ -331,7 +365,7 @@ impl Nodes {
         for &(id, count) in nodes {
             table.forget(id, count, &mut closing);
         }
-        if table.count < self.crowd / 2 {
+        if table.count < self.limits.crowd / 2 {
             table.crowded = false;
         }
         drop(table);
@@ -340,7 +374,7 @@ impl Nodes {
 
     /// The node of file `name` in `dir`, if the guest knows it. It is held from here on, so that it can lose that name.
     pub fn hold_named(&self, dir: &Descriptor, name: &CStr) -> Option<NodeRef> {
-        let file = identity::refer(dir, name).ok()?;
+        let file = identity::refer(dir, name, self.limits.budget).ok()?;
         let stat = identity::stat(&file, c"").ok()?;
         let mut closing = Closing::new();
         let mut table = self.lock();
@@ -378,9 +412,76 @@ impl Nodes {
         drop(closing);
     }
 
+    /// Everything that the guest knows, but the root.
+    pub fn save(&self) -> Vec<SavedNode> {
+        let table = self.lock();
+        let nodes = table.slots.iter().enumerate().skip(1);
+        let saved = nodes.filter_map(|(index, slot)| {
+            let node = slot.node.as_ref()?;
+            Some(SavedNode {
+                id: table.reference(index as u32).into(),
+                parent: table.reference(node.parent).into(),
+                name: node.name.as_ref().map(|name| name.to_bytes().to_vec()),
+                kind: node.kind,
+                lookups: node.lookups,
+                cache: node.cache,
+            })
+        });
+        saved.collect()
+    }
+
+    /// Puts back what [`save`](Self::save) gave. What is not where it was is a node whose file is gone: the
+    /// guest gets `ESTALE` for it, and can forget it.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` when `saved` is not what `save` can have given.
+    pub fn restore(&self, saved: &[SavedNode]) -> Result<(), Errno> {
+        let mut children: HashMap<u64, Vec<&SavedNode>> = HashMap::new();
+        {
+            let mut table = self.lock();
+            for node in saved {
+                table.restore(node, self.limits.nodes)?;
+                if node.name.is_some() {
+                    children.entry(node.parent).or_default().push(node);
+                }
+            }
+            table.renumber();
+        }
+        // From the root downwards, so that a node's parent is there before it is asked for its children.
+        let mut parents = vec![u64::from(NodeRef::ROOT)];
+        while let Some(parent) = parents.pop() {
+            let Some(nodes) = children.remove(&parent) else {
+                continue;
+            };
+            let Ok(directory) = self.file(parent) else {
+                continue;
+            };
+            for node in nodes {
+                let name = CString::new(node.name.clone().unwrap_or_default());
+                let name = name.map_err(|_| Errno::INVAL)?;
+                let Ok(stat) = identity::stat(&*directory, &name) else {
+                    continue;
+                };
+                if identity::kind(&stat) == node.kind {
+                    let anchor = self.lock().place_restored(node, &name, &stat);
+                    if !anchor || self.open(node.id).is_ok() {
+                        parents.push(node.id);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Parks what has been held longest, until few enough are held.
     fn park_some(&self) {
-        while let Some((node, parent, name, file)) = self.lock().candidate(self.held) {
+        let held = self.held.load(Ordering::Relaxed);
+        loop {
+            let candidate = self.lock().candidate(held);
+            let Some((node, parent, name, file)) = candidate else {
+                return;
+            };
             let found = self
                 .open(parent.into())
                 .and_then(|parent| identity::stat(&*parent, &name));
@@ -401,7 +502,7 @@ impl Nodes {
                     }
                 }
                 // A passing failure; it stays held and comes round again.
-                Err(_) => table.clock_again(node),
+                Err(_) => return table.clock_again(node),
             }
             drop(table);
             drop(closing);
@@ -438,6 +539,72 @@ impl Table {
         });
         self.known.insert(identity, 0);
         self.count = 1;
+    }
+
+    /// Makes a node with the number, but not yet the place, of `saved`.
+    fn restore(&mut self, saved: &SavedNode, most: usize) -> Result<(), Errno> {
+        let reference = NodeRef::from_id(saved.id).ok_or(Errno::INVAL)?;
+        let index = reference.index as usize;
+        // The slots of a table are at most as many as its nodes once were.
+        if index == 0 || index > most {
+            return Err(Errno::INVAL);
+        }
+        if self.slots.len() <= index {
+            self.slots.resize_with(index + 1, Slot::default);
+        }
+        let slot = self.slots.get_mut(index).ok_or(Errno::INVAL)?;
+        if slot.node.is_some() {
+            return Err(Errno::INVAL);
+        }
+        slot.generation = reference.generation;
+        slot.node = Some(Node {
+            parent: 0,
+            name: None,
+            identity: Identity::default(),
+            birth: None,
+            kind: saved.kind,
+            lookups: saved.lookups,
+            children: 0,
+            file: None,
+            cache: saved.cache,
+            anchor: false,
+            recent: false,
+            clocked: false,
+        });
+        self.count += 1;
+        Ok(())
+    }
+
+    /// After a restore: free slots, and no number that was given away before.
+    fn renumber(&mut self) {
+        let last = self.slots.iter().map(|slot| slot.generation).max();
+        let next = last.unwrap_or(0).wrapping_add(1);
+        self.free.clear();
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            if slot.node.is_none() {
+                slot.generation = next;
+                self.free.push(index as u32);
+            }
+        }
+    }
+
+    /// The file of a restored node has been found, `stat` is of it. Whether it must be held from now on.
+    fn place_restored(&mut self, saved: &SavedNode, name: &CStr, stat: &Statx) -> bool {
+        let identity = Identity::of(stat);
+        let (Ok((node, _)), Ok((parent, parent_node))) =
+            (self.get(saved.id), self.get(saved.parent))
+        else {
+            return false;
+        };
+        let anchor = !identity.same_mount(&parent_node.identity);
+        self.put(node.index, parent.index, name, &mut Closing::new());
+        if let Some(node) = self.node_mut(node.index) {
+            node.identity = identity;
+            node.birth = identity::birth(stat);
+            node.anchor = anchor;
+        }
+        self.known.insert(identity, node.index);
+        anchor
     }
 
     fn node(&self, index: u32) -> Option<&Node> {

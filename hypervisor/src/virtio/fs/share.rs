@@ -8,7 +8,9 @@
 use std::cell::Cell;
 use std::ffi::CStr;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::ops::Deref;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -29,10 +31,10 @@ use virtiofsd::read_dir::ReadDir;
 use virtiofsd::soft_idmap::Id;
 
 use super::credentials::{ActingAs, WithUmask, WithoutFsetid};
-use super::descriptors::Descriptor;
+use super::descriptors::{Budget, Descriptor};
 use super::handles::{Handle, Handles};
 use super::identity::{attributes, device_number, stat};
-use super::nodes::{Claim, Nodes};
+use super::nodes::{Claim, Limits, Nodes};
 use super::policy::Cache;
 
 /// What a guest may ask for when it opens a file; the rest of `O_*` is its own business. `O_DIRECT` is not here: the
@@ -79,12 +81,25 @@ pub fn listing<T>(request: impl FnOnce() -> T) -> T {
 /// Called with the number of nodes when the guest knows very many.
 pub type OnCrowd = Box<dyn Fn(u64) + Send + Sync>;
 
-/// A shared directory.
-pub struct Share {
+/// A shared directory, as virtiofsd's protocol code serves it and as the device saves it.
+#[derive(Clone)]
+pub struct Share(Arc<Directory>);
+
+impl Deref for Share {
+    type Target = Directory;
+
+    fn deref(&self) -> &Directory {
+        &self.0
+    }
+}
+
+/// A shared directory and what the guest knows of it.
+pub struct Directory {
     nodes: Nodes,
     handles: Handles,
     /// `/proc/self/fd`, through which a reference (`O_PATH`) becomes an open file.
     by_number: OwnedFd,
+    budget: &'static Budget,
     read_only: bool,
     guest_owned: Vec<String>,
     on_crowd: OnCrowd,
@@ -95,7 +110,25 @@ pub struct Share {
 }
 
 impl Share {
-    /// The directory `root`. At most `most` nodes are kept; from `crowd` on, `on_crowd` is called.
+    /// See [`Directory::new`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn new(
+        root: Descriptor,
+        read_only: bool,
+        guest_owned: Vec<String>,
+        limits: Limits,
+        on_crowd: OnCrowd,
+    ) -> io::Result<Self> {
+        let directory = Directory::new(root, read_only, guest_owned, limits, on_crowd)?;
+        Ok(Self(Arc::new(directory)))
+    }
+}
+
+impl Directory {
+    /// The directory `root`. `on_crowd` is called when there are `limits.crowd` nodes.
     ///
     /// # Errors
     ///
@@ -104,15 +137,16 @@ impl Share {
         root: Descriptor,
         read_only: bool,
         guest_owned: Vec<String>,
-        (most, crowd): (usize, usize),
+        limits: Limits,
         on_crowd: OnCrowd,
     ) -> io::Result<Self> {
         let root_stat = stat(&root, c"")?;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(Self {
-            nodes: Nodes::new(root, &root_stat, most, crowd),
+            nodes: Nodes::new(root, &root_stat, limits),
             handles: Handles::default(),
             by_number: rustix::fs::open(c"/proc/self/fd", flags, Mode::empty())?,
+            budget: limits.budget,
             read_only,
             guest_owned,
             on_crowd,
@@ -123,11 +157,6 @@ impl Share {
 
     pub(super) fn nodes(&self) -> &Nodes {
         &self.nodes
-    }
-
-    #[cfg(test)]
-    pub(super) fn nodes_mut(&mut self) -> &mut Nodes {
-        &mut self.nodes
     }
 
     pub(super) fn handles(&self) -> &Handles {
@@ -157,7 +186,7 @@ impl Share {
             Err(Errno::PERM) if flags.contains(OFlags::NOATIME) => open(flags - OFlags::NOATIME),
             other => other,
         };
-        Descriptor::new(opened?)
+        self.budget.count(opened?)
     }
 
     fn open_node(&self, node: u64, flags: u32, kill: bool) -> Result<(u64, OpenOptions), Errno> {
@@ -256,11 +285,6 @@ impl Share {
             self.nodes.unnamed(victim, parent, name);
         }
         Ok(())
-    }
-
-    fn path_of(reference: &Descriptor) -> String {
-        use std::os::fd::AsRawFd;
-        format!("/proc/self/fd/{}", reference.as_raw_fd())
     }
 
     fn handle_of(&self, handle: Option<u64>, node: u64) -> Option<Arc<Handle>> {
@@ -397,11 +421,17 @@ impl Share {
                 | OFlags::NOFOLLOW
                 | OFlags::CLOEXEC;
             let mode = Mode::from_raw_mode(mode & 0o7777);
-            Descriptor::new(rustix::fs::openat(&*directory, name, flags, mode)?)?
+            self.budget
+                .count(rustix::fs::openat(&*directory, name, flags, mode)?)?
         };
         let made = stat(&file, c"")?;
         Ok((self.claim(parent, name, &made)?, file))
     }
+}
+
+/// A path to the file of `reference`, whatever its type; for calls that take no descriptor of such a reference.
+fn path_of(reference: &Descriptor) -> String {
+    format!("/proc/self/fd/{}", reference.as_raw_fd())
 }
 
 /// A negative entry: the guest may believe for `how_long` that there is no such name.
@@ -708,7 +738,6 @@ impl FileSystem for Share {
     }
 
     fn statfs(&self, _: Context, node: u64) -> io::Result<libc::statvfs64> {
-        use std::os::fd::AsRawFd;
         let reference = self.nodes.file(node)?;
         let mut out = std::mem::MaybeUninit::<libc::statvfs64>::zeroed();
         // SAFETY: the descriptor is open, and `out` is what the call fills.
@@ -731,7 +760,7 @@ impl FileSystem for Share {
         self.changes()?;
         let reference = self.nodes.file(node)?;
         let flags = XattrFlags::from_bits_retain(flags);
-        rustix::fs::setxattr(Self::path_of(&reference), name, value, flags)?;
+        rustix::fs::setxattr(path_of(&reference), name, value, flags)?;
         if more.contains(SetxattrFlags::SETXATTR_ACL_KILL_SGID)
             && name.to_bytes() == ACL_ACCESS_XATTR
         {
@@ -746,7 +775,7 @@ impl FileSystem for Share {
     fn getxattr(&self, _: Context, node: u64, name: &CStr, size: u32) -> io::Result<GetxattrReply> {
         let reference = self.nodes.file(node)?;
         let mut value = vec![0; size as usize];
-        let path = Self::path_of(&reference);
+        let path = path_of(&reference);
         match rustix::fs::getxattr(path, name, value.as_mut_slice()) {
             Ok(length) if size == 0 => Ok(GetxattrReply::Count(length as u32)),
             Ok(length) => {
@@ -765,7 +794,7 @@ impl FileSystem for Share {
     fn listxattr(&self, _: Context, node: u64, size: u32) -> io::Result<ListxattrReply> {
         let reference = self.nodes.file(node)?;
         let mut names = vec![0; size as usize];
-        let length = rustix::fs::listxattr(Self::path_of(&reference), names.as_mut_slice())?;
+        let length = rustix::fs::listxattr(path_of(&reference), names.as_mut_slice())?;
         if size == 0 {
             return Ok(ListxattrReply::Count(length as u32));
         }
@@ -776,7 +805,7 @@ impl FileSystem for Share {
     fn removexattr(&self, _: Context, node: u64, name: &CStr) -> io::Result<()> {
         self.changes()?;
         let reference = self.nodes.file(node)?;
-        Ok(rustix::fs::removexattr(Self::path_of(&reference), name)?)
+        Ok(rustix::fs::removexattr(path_of(&reference), name)?)
     }
 
     fn opendir(&self, _: Context, node: u64, flags: u32) -> io::Result<(Option<u64>, OpenOptions)> {
@@ -875,8 +904,8 @@ impl FileSystem for Share {
 /// # Errors
 ///
 /// Why not.
-pub fn open_root(path: &std::path::Path) -> io::Result<Descriptor> {
+pub fn open_root(path: &Path, budget: &'static Budget) -> io::Result<Descriptor> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(path, flags, Mode::empty())?;
-    Ok(Descriptor::new(directory)?)
+    Ok(budget.count(directory)?)
 }
