@@ -22,7 +22,9 @@ pub enum SlotError {
     #[error("The request needs one file descriptor, {0} came with it")]
     Descriptors(usize),
     /// The machine was built with fewer.
-    #[error("There is no slot {slot} for a {kind}: the machine has {count}, set {field} to have more")]
+    #[error(
+        "There is no slot {slot} for a {kind}: the machine has {count}, set {field} to have more"
+    )]
     NoSlot {
         /// The slot asked for.
         slot: u8,
