@@ -1,0 +1,379 @@
+//! The specification's `linux.resources`, made for cgroup v1, as settings of cgroup v2.
+
+use oci_spec::runtime::{
+    LinuxBlockIo, LinuxCpu, LinuxHugepageLimit, LinuxMemory, LinuxPids, LinuxResources,
+    LinuxThrottleDevice,
+};
+
+use super::{Cgroup, CgroupError, Result, read};
+
+type Settings = Vec<(String, String)>;
+
+/// Sets what is asked for. Everything is looked at before anything is set.
+pub fn apply(cgroup: &Cgroup, asked: &LinuxResources) -> Result<()> {
+    let mut settings = Settings::new();
+    refuse_unknown(asked)?;
+    if let Some(cpu) = asked.cpu() {
+        settings.extend(cpu_settings(cgroup, cpu)?);
+    }
+    if let Some(memory) = asked.memory() {
+        settings.extend(memory_settings(memory)?);
+    }
+    if let Some(pids) = asked.pids() {
+        settings.push(("pids.max".into(), pids_max(pids)));
+    }
+    if let Some(io) = asked.block_io() {
+        settings.extend(io_settings(io)?);
+    }
+    for limit in asked.hugepage_limits().iter().flatten() {
+        settings.push(hugetlb_setting(limit)?);
+    }
+    for (file, value) in asked.unified().iter().flatten() {
+        if file.contains('/') || !file.contains('.') || file.starts_with("cgroup.") {
+            return Err(CgroupError::Invalid(
+                "linux.resources.unified",
+                file.clone(),
+            ));
+        }
+        settings.push((file.clone(), value.clone()));
+    }
+    for (file, value) in shrink_last(settings) {
+        cgroup.write(&file, &value)?;
+    }
+    Ok(())
+}
+
+/// memory.max comes last: the kernel reclaims, and may kill, while it is written, and swap and the
+/// rest should count by then.
+fn shrink_last(mut settings: Settings) -> Settings {
+    settings.sort_by_key(|(file, _)| file == "memory.max");
+    settings
+}
+
+fn refuse_unknown(asked: &LinuxResources) -> Result<()> {
+    let unsupported = |field, reason| Err(CgroupError::Unsupported { field, reason });
+    if let Some(network) = asked.network()
+        && (network.class_id().is_some_and(|id| id != 0)
+            || network.priorities().as_ref().is_some_and(|p| !p.is_empty()))
+    {
+        return unsupported("linux.resources.network", "cgroup v2 does not have it");
+    }
+    if asked.rdma().as_ref().is_some_and(|rdma| !rdma.is_empty()) {
+        return unsupported("linux.resources.rdma", "the guest has no such devices");
+    }
+    if let Some(memory) = asked.memory() {
+        // Kernel memory is part of memory.max; the kernel has taken the separate limit out.
+        if memory.kernel().is_some_and(|limit| limit > 0)
+            || memory.kernel_tcp().is_some_and(|limit| limit > 0)
+        {
+            return unsupported(
+                "linux.resources.memory.kernel",
+                "cgroup v2 does not have it",
+            );
+        }
+        if memory.swappiness().is_some() {
+            return unsupported(
+                "linux.resources.memory.swappiness",
+                "cgroup v2 does not have it",
+            );
+        }
+        if memory.disable_oom_killer() == Some(true) {
+            return unsupported(
+                "linux.resources.memory.disableOOMKiller",
+                "cgroup v2 does not have it",
+            );
+        }
+    }
+    if let Some(cpu) = asked.cpu()
+        && (cpu.realtime_runtime().is_some_and(|time| time != 0)
+            || cpu.realtime_period().is_some_and(|time| time != 0))
+    {
+        return unsupported(
+            "linux.resources.cpu.realtimeRuntime",
+            "cgroup v2 does not have it",
+        );
+    }
+    Ok(())
+}
+
+fn cpu_settings(cgroup: &Cgroup, cpu: &LinuxCpu) -> Result<Settings> {
+    let mut settings = Settings::new();
+    let mut set = |file: &str, value: String| settings.push((file.to_owned(), value));
+    if let Some(shares) = cpu.shares().filter(|shares| *shares != 0) {
+        set("cpu.weight", weight_of_shares(shares).to_string());
+    }
+    let quota = cpu.quota().map(|quota| {
+        if quota > 0 {
+            quota.to_string()
+        } else {
+            "max".into()
+        }
+    });
+    match (quota, cpu.period().filter(|period| *period != 0)) {
+        (Some(quota), Some(period)) => set("cpu.max", format!("{quota} {period}")),
+        (Some(quota), None) => set("cpu.max", quota),
+        (None, Some(period)) => {
+            let file = cgroup.file("cpu.max");
+            let now = read(&file)?;
+            let quota = now
+                .split_ascii_whitespace()
+                .next()
+                .ok_or_else(|| CgroupError::Format(file, now.clone()))?;
+            set("cpu.max", format!("{quota} {period}"));
+        }
+        (None, None) => {}
+    }
+    if let Some(burst) = cpu.burst() {
+        set("cpu.max.burst", burst.to_string());
+    }
+    if let Some(idle) = cpu.idle() {
+        set("cpu.idle", idle.to_string());
+    }
+    if let Some(cpus) = cpu.cpus().as_ref().filter(|cpus| !cpus.is_empty()) {
+        set("cpuset.cpus", cpus.clone());
+    }
+    if let Some(mems) = cpu.mems().as_ref().filter(|mems| !mems.is_empty()) {
+        set("cpuset.mems", mems.clone());
+    }
+    Ok(settings)
+}
+
+/// v1 shares (2 to 262144, normally 1024) as a v2 weight (1 to 10000, normally 100): the curve
+/// through the three pairs that runc 1.3.2 and crun 1.23 use, weight = 10^(l²/612 + 125·l/612 - 7/34)
+/// where l is log2 of the shares.
+fn weight_of_shares(shares: u64) -> u64 {
+    if shares <= 2 {
+        return 1;
+    }
+    if shares >= 262_144 {
+        return 10_000;
+    }
+    let l = (shares as f64).log2();
+    let exponent = (l * l + 125.0 * l) / 612.0 - 7.0 / 34.0;
+    (10f64.powf(exponent).ceil() as u64).clamp(1, 10_000)
+}
+
+fn memory_settings(memory: &LinuxMemory) -> Result<Settings> {
+    let mut settings = Settings::new();
+    let limit = memory.limit().filter(|limit| *limit != 0);
+    let swap = memory.swap().filter(|swap| *swap != 0);
+    match (limit, swap) {
+        (_, None) if limit == Some(-1) => settings.push(setting("memory.swap.max", -1)?),
+        (_, None) => {}
+        (_, Some(-1)) => settings.push(setting("memory.swap.max", -1)?),
+        // v1 counts memory and swap together, v2 swap alone.
+        (Some(limit), Some(swap)) if limit > 0 => {
+            let alone = swap.checked_sub(limit).filter(|alone| *alone >= 0);
+            let alone = alone.ok_or_else(|| {
+                CgroupError::Invalid(
+                    "linux.resources.memory.swap",
+                    format!("memory and swap together ({swap}) are less than memory ({limit})"),
+                )
+            })?;
+            settings.push(setting("memory.swap.max", alone)?);
+        }
+        (_, Some(swap)) => {
+            return Err(CgroupError::Invalid(
+                "linux.resources.memory.swap",
+                format!("{swap} without a limit for memory"),
+            ));
+        }
+    }
+    if let Some(limit) = limit {
+        settings.push(setting("memory.max", limit)?);
+    }
+    if let Some(reservation) = memory.reservation().filter(|bytes| *bytes != 0) {
+        settings.push(setting("memory.low", reservation)?);
+    }
+    Ok(settings)
+}
+
+/// A number of bytes; -1 is "max".
+fn setting(file: &'static str, bytes: i64) -> Result<(String, String)> {
+    let value = match bytes {
+        -1 => "max".into(),
+        0.. => bytes.to_string(),
+        _ => return Err(CgroupError::Invalid(file, bytes.to_string())),
+    };
+    Ok((file.to_owned(), value))
+}
+
+/// 0 and less is no limit, as runc has it.
+fn pids_max(pids: &LinuxPids) -> String {
+    match pids.limit() {
+        limit @ 1.. => limit.to_string(),
+        _ => "max".into(),
+    }
+}
+
+fn io_settings(io: &LinuxBlockIo) -> Result<Settings> {
+    let mut settings = Settings::new();
+    if io.leaf_weight().is_some_and(|weight| weight != 0) {
+        return Err(CgroupError::Unsupported {
+            field: "linux.resources.blockIO.leafWeight",
+            reason: "cgroup v2 does not have it",
+        });
+    }
+    if let Some(weight) = io.weight().filter(|weight| *weight != 0) {
+        settings.push(("io.weight".into(), io_weight(weight).to_string()));
+    }
+    for device in io.weight_device().iter().flatten() {
+        if let Some(weight) = device.weight() {
+            let (major, minor) = (device.major(), device.minor());
+            settings.push((
+                "io.weight".into(),
+                format!("{major}:{minor} {}", io_weight(weight)),
+            ));
+        }
+    }
+    let mut throttle = |devices: &Option<Vec<LinuxThrottleDevice>>, key: &str| {
+        for device in devices.iter().flatten() {
+            let rate = match device.rate() {
+                0 => "max".to_owned(),
+                rate => rate.to_string(),
+            };
+            let value = format!("{}:{} {key}={rate}", device.major(), device.minor());
+            settings.push(("io.max".into(), value));
+        }
+    };
+    throttle(io.throttle_read_bps_device(), "rbps");
+    throttle(io.throttle_write_bps_device(), "wbps");
+    throttle(io.throttle_read_iops_device(), "riops");
+    throttle(io.throttle_write_iops_device(), "wiops");
+    Ok(settings)
+}
+
+/// v1 weights run from 10 to 1000, v2 from 1 to 10000: the line through both ends, as runc has it.
+fn io_weight(weight: u16) -> u64 {
+    1 + (u64::from(weight).saturating_sub(10)) * 9_999 / 990
+}
+
+fn hugetlb_setting(limit: &LinuxHugepageLimit) -> Result<(String, String)> {
+    let size = limit.page_size();
+    if size.is_empty() || !size.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+        return Err(CgroupError::Invalid(
+            "linux.resources.hugepageLimits[].pageSize",
+            size.clone(),
+        ));
+    }
+    let value = match limit.limit() {
+        -1 => "max".into(),
+        limit => limit.to_string(),
+    };
+    Ok((format!("hugetlb.{size}.max"), value))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn applied(json: serde_json::Value, files: &[&str]) -> Result<Vec<String>> {
+        let dir = tempfile::tempdir().unwrap();
+        for file in files {
+            fs::write(dir.path().join(file), "").unwrap();
+        }
+        let cgroup = Cgroup {
+            dir: dir.path().to_owned(),
+        };
+        apply(&cgroup, &serde_json::from_value(json).unwrap())?;
+        Ok(files
+            .iter()
+            .map(|file| fs::read_to_string(dir.path().join(file)).unwrap())
+            .collect())
+    }
+
+    #[test]
+    fn limits_of_v1_become_limits_of_v2() {
+        let json = serde_json::json!({
+            "cpu": {"shares": 1024, "quota": 50000, "period": 100000, "cpus": "0-1"},
+            "memory": {"limit": 1048576, "swap": 3145728, "reservation": 4096},
+            "pids": {"limit": 100},
+            "blockIO": {"weight": 1000, "throttleReadBpsDevice": [{"major": 254, "minor": 0, "rate": 7}]},
+            "hugepageLimits": [{"pageSize": "2MB", "limit": 5}],
+            "unified": {"memory.high": "9"}
+        });
+        let files = [
+            "cpu.weight",
+            "cpu.max",
+            "cpuset.cpus",
+            "memory.max",
+            "memory.swap.max",
+            "memory.low",
+            "pids.max",
+            "io.weight",
+            "io.max",
+            "hugetlb.2MB.max",
+            "memory.high",
+        ];
+        let values = [
+            "100",
+            "50000 100000",
+            "0-1",
+            "1048576",
+            "2097152",
+            "4096",
+            "100",
+            "10000",
+            "254:0 rbps=7",
+            "5",
+            "9",
+        ];
+        assert_eq!(applied(json, &files).unwrap(), values);
+    }
+
+    #[test]
+    fn no_limit_is_max() {
+        let json = serde_json::json!({
+            "cpu": {"quota": -1, "period": 50000}, "memory": {"limit": -1}, "pids": {"limit": -1}
+        });
+        let files = ["cpu.max", "memory.max", "memory.swap.max", "pids.max"];
+        assert_eq!(
+            applied(json, &files).unwrap(),
+            ["max 50000", "max", "max", "max"]
+        );
+    }
+
+    #[test]
+    fn shares_and_weights_keep_their_ends_and_middle() {
+        assert_eq!([2, 1024, 262_144].map(weight_of_shares), [1, 100, 10_000]);
+        assert_eq!([10, 500, 1000].map(io_weight), [1, 4950, 10_000]);
+    }
+
+    #[test]
+    fn what_v2_lacks_is_refused_by_name() {
+        for (json, name) in [
+            (
+                serde_json::json!({"memory": {"swappiness": 5}}),
+                "swappiness",
+            ),
+            (serde_json::json!({"memory": {"kernel": 5}}), "kernel"),
+            (
+                serde_json::json!({"memory": {"disableOOMKiller": true}}),
+                "disableOOMKiller",
+            ),
+            (
+                serde_json::json!({"memory": {"limit": 5, "swap": 3}}),
+                "swap",
+            ),
+            (serde_json::json!({"memory": {"swap": 3}}), "swap"),
+            (
+                serde_json::json!({"cpu": {"realtimeRuntime": 5}}),
+                "realtimeRuntime",
+            ),
+            (serde_json::json!({"network": {"classID": 5}}), "network"),
+            (serde_json::json!({"unified": {"../x.y": "1"}}), "unified"),
+            (
+                serde_json::json!({"unified": {"cgroup.kill": "1"}}),
+                "unified",
+            ),
+        ] {
+            let error = applied(json, &[]).unwrap_err();
+            assert!(
+                error.is_invalid() && error.to_string().contains(name),
+                "{error}"
+            );
+        }
+    }
+}

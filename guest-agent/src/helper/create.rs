@@ -1,0 +1,260 @@
+//! Building a container.
+
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Component, Path, PathBuf};
+
+use libcontainer::container::builder::ContainerBuilder;
+use libcontainer::syscall::syscall::SyscallType;
+use nix::unistd::Uid;
+use oci_spec::runtime::{LinuxIdMapping, Mount, Spec};
+
+use super::child::{ChildError, Control};
+use super::executor::{InitExecutor, in_words};
+use super::{CreateOrder, EXEC_BASE};
+use crate::cgroup::Cgroup;
+use crate::spec::{self, Adapted};
+
+/// The name that libcontainer knows the container by: it has its own directory, and short paths.
+pub const INNER_ID: &str = "c";
+
+/// The directory below the container's in which libcontainer keeps its state.
+pub const STATE: &str = "state";
+
+/// The socket below the container's directory on which a terminal's master is handed over.
+pub const CONSOLE_SOCKET: &str = "console.sock";
+
+/// Builds a container up to where its init waits to be started. Returns the init's PID. What a
+/// failure leaves is the agent's to clean up.
+pub fn create(order: &CreateOrder, document: &[u8], control: &Control) -> Result<i32, ChildError> {
+    let spec: Spec = serde_json::from_slice(document)
+        .map_err(|e| ChildError::Invalid(format!("cannot read the runtime specification: {e}")))?;
+    let adapted = spec::adapt(spec, &order.rootfs, &order.cgroup, order.terminal)
+        .map_err(|e| ChildError::Invalid(e.to_string()))?;
+    check_sources(&adapted.spec)?;
+    set_pod_names(&adapted)?;
+    let cgroup = Cgroup::create(&order.cgroup)
+        .map_err(|e| ChildError::failed("cannot make the cgroup", crate::error::chain(&e)))?;
+    build(order, adapted, &cgroup, control)
+}
+
+fn build(
+    order: &CreateOrder,
+    adapted: Adapted,
+    cgroup: &Cgroup,
+    control: &Control,
+) -> Result<i32, ChildError> {
+    let process = adapted
+        .spec
+        .process()
+        .clone()
+        .ok_or_else(|| ChildError::Invalid("the specification has no process".into()))?;
+    cgroup
+        .apply(&adapted.resources)
+        .and_then(|()| cgroup.allow_devices(adapted.resources.devices().as_deref()))
+        .map_err(|e| {
+            let message = crate::error::chain(&e);
+            if e.is_invalid() {
+                ChildError::Invalid(message)
+            } else {
+                ChildError::Failed(message)
+            }
+        })?;
+    make_working_directory(&adapted.spec, &order.rootfs, process.cwd())?;
+    let owner = guest_uid(adapted.base.uid_mappings.as_deref(), process.user().uid());
+    give_streams(owner)?;
+    write(&order.dir.join("config.json"), &adapted.spec)?;
+    write(&order.dir.join(EXEC_BASE), &adapted.base)?;
+    let state = order.dir.join(STATE);
+    fs::create_dir(&state).map_err(|e| ChildError::failed("cannot make a directory", e))?;
+
+    if order.terminal {
+        control
+            .building(owner)
+            .map_err(|e| ChildError::failed("cannot report", e))?;
+    }
+    let console = order.terminal.then(|| order.dir.join(CONSOLE_SOCKET));
+    let container = ContainerBuilder::new(INNER_ID.into(), SyscallType::Linux)
+        .with_executor(InitExecutor::new(process, control.clone()))
+        .with_console_socket(console)
+        .with_root_path(&state)
+        .map(|builder| {
+            builder
+                .as_init(&order.dir)
+                .with_systemd(false)
+                .with_detach(true)
+        })
+        .and_then(|builder| builder.build())
+        .map_err(|e| {
+            let mut message = crate::error::chain(&e);
+            if let Some(first) = crate::logger::first_error() {
+                message = format!("{first} ({message})");
+            }
+            during_init(ChildError::Failed(message))
+        })?;
+    container
+        .pid()
+        .map(nix::unistd::Pid::as_raw)
+        .ok_or_else(|| ChildError::Failed("the container has no init".into()))
+}
+
+/// An error as runc words it.
+pub fn during_init(error: ChildError) -> ChildError {
+    const WHERE: &str = "unable to start container process: error during container init";
+    match error {
+        ChildError::Invalid(message) => ChildError::Invalid(format!("{WHERE}: {message}")),
+        ChildError::Failed(message) => ChildError::Failed(format!("{WHERE}: {message}")),
+        ChildError::Reported => error,
+    }
+}
+
+fn write(path: &Path, document: &impl serde::Serialize) -> Result<(), ChildError> {
+    let write = || -> io::Result<()> {
+        let mut file = io::BufWriter::new(fs::File::create(path)?);
+        serde_json::to_writer(&mut file, document)?;
+        file.flush()
+    };
+    write().map_err(|e| ChildError::failed(format_args!("cannot write {}", path.display()), e))
+}
+
+/// What is missing outside of the container is said before anything is built.
+fn check_sources(spec: &Spec) -> Result<(), ChildError> {
+    let root = spec.root().as_ref().map(|root| root.path().clone());
+    let root = root.unwrap_or_default();
+    if !root.is_dir() {
+        return Err(ChildError::Invalid(format!(
+            "rootfs {} does not exist or is not a directory",
+            root.display()
+        )));
+    }
+    for mount in spec.mounts().iter().flatten().filter(|m| is_bind(m)) {
+        let Some(source) = mount.source() else {
+            continue;
+        };
+        if let Err(error) = fs::metadata(source) {
+            return Err(during_init(ChildError::Invalid(format!(
+                "error mounting {:?} to rootfs at {:?}: stat {}: {}",
+                source.display().to_string(),
+                mount.destination().display().to_string(),
+                source.display(),
+                in_words(&error)
+            ))));
+        }
+    }
+    Ok(())
+}
+
+fn is_bind(mount: &Mount) -> bool {
+    mount.typ().as_deref() == Some("bind")
+        || mount
+            .options()
+            .iter()
+            .flatten()
+            .any(|option| option == "bind" || option == "rbind")
+}
+
+/// Host name, domain name and sysctls of the pod.
+fn set_pod_names(adapted: &Adapted) -> Result<(), ChildError> {
+    if !adapted.hostname.is_empty() {
+        nix::unistd::sethostname(&adapted.hostname)
+            .map_err(|e| ChildError::failed("cannot set the host name", e))?;
+    }
+    if !adapted.domainname.is_empty() {
+        crate::configure::set_domainname(&adapted.domainname)
+            .map_err(|e| ChildError::failed("cannot set the domain name", e))?;
+    }
+    for (key, value) in &adapted.sysctls {
+        crate::configure::set_sysctl(key, value).map_err(|e| {
+            ChildError::Invalid(format!("cannot set sysctl {key} to {value:?}: {e}"))
+        })?;
+    }
+    Ok(())
+}
+
+/// runc makes a missing working directory, and images rely on it. It is made in the root file
+/// system, or in what will be mounted over it.
+fn make_working_directory(spec: &Spec, rootfs: &Path, cwd: &Path) -> Result<(), ChildError> {
+    let mounts = spec.mounts().iter().flatten();
+    let covering = mounts
+        .filter(|mount| cwd.starts_with(mount.destination()))
+        .max_by_key(|mount| mount.destination().components().count());
+    let (root, path) = match covering {
+        None => (rootfs, cwd),
+        // What a fresh file system holds is up to the kernel.
+        Some(mount) if !is_bind(mount) => return Ok(()),
+        Some(mount) => match (mount.source(), cwd.strip_prefix(mount.destination())) {
+            (Some(source), Ok(rest)) => (source.as_path(), rest),
+            _ => return Ok(()),
+        },
+    };
+    let relative: PathBuf = path
+        .components()
+        .filter(|part| matches!(part, Component::Normal(_)))
+        .collect();
+    if relative.as_os_str().is_empty() || !root.is_dir() {
+        return Ok(());
+    }
+    // A path that cannot be made shows when the container's init changes to it.
+    if let Err(error) = crate::inside::make_directories(root, &relative) {
+        log::debug!("the working directory {}: {error}", path.display());
+    }
+    Ok(())
+}
+
+/// The guest's number of a container's user.
+pub fn guest_uid(mappings: Option<&[LinuxIdMapping]>, uid: u32) -> u32 {
+    mappings
+        .unwrap_or_default()
+        .iter()
+        .find_map(|m| {
+            let offset = uid.checked_sub(m.container_id())?;
+            (offset < m.size()).then(|| m.host_id().checked_add(offset))?
+        })
+        .unwrap_or(uid)
+}
+
+/// Gives the pipes among the standard streams to the process's user, who may want to open
+/// /dev/stdout again. /dev/null stays everybody's.
+pub fn give_streams(owner: u32) -> Result<(), ChildError> {
+    if owner == 0 {
+        return Ok(());
+    }
+    let give = |stream| -> io::Result<()> {
+        if fs::metadata(format!("/proc/self/fd/{stream}"))?
+            .file_type()
+            .is_fifo()
+        {
+            nix::unistd::fchown(stream, Some(Uid::from_raw(owner)), None)?;
+        }
+        Ok(())
+    };
+    (0..3)
+        .try_for_each(give)
+        .map_err(|e| ChildError::failed("cannot give a stream away", e))
+}
+
+#[cfg(test)]
+mod tests {
+    use oci_spec::runtime::LinuxIdMappingBuilder;
+
+    use super::*;
+
+    #[test]
+    fn a_containers_user_has_a_number_in_the_guest() {
+        let mapping = |container: u32, host: u32, size: u32| {
+            LinuxIdMappingBuilder::default()
+                .container_id(container)
+                .host_id(host)
+                .size(size)
+                .build()
+                .unwrap()
+        };
+        let mappings = [mapping(0, 1000, 1), mapping(1, 100_000, 65_535)];
+        assert_eq!(guest_uid(None, 33), 33);
+        assert_eq!(guest_uid(Some(&mappings), 0), 1000);
+        assert_eq!(guest_uid(Some(&mappings), 33), 100_032);
+        assert_eq!(guest_uid(Some(&mappings), 70_000), 70_000);
+        assert_eq!(guest_uid(Some(&[mapping(0, u32::MAX, 5)]), 3), 3);
+    }
+}

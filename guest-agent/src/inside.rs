@@ -1,0 +1,84 @@
+//! Paths inside another root: symbolic links in them never lead out of it.
+
+use std::ffi::{CString, OsStr};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+/// Opens a directory below `root` as if `root` were `/` (openat2(2), RESOLVE_IN_ROOT).
+fn open_directory(root: BorrowedFd<'_>, path: &Path) -> io::Result<OwnedFd> {
+    let path = c_path(path.as_os_str())?;
+    // SAFETY: open_how is plain integers, for which all zeroes is a value.
+    let mut how: libc::open_how = unsafe { std::mem::zeroed() };
+    how.flags = (libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC) as u64;
+    how.resolve = libc::RESOLVE_IN_ROOT | libc::RESOLVE_NO_MAGICLINKS;
+    // SAFETY: the path ends with NUL, and the pointer and the length describe `how`.
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_openat2,
+            root.as_raw_fd(),
+            path.as_ptr(),
+            &raw const how,
+            size_of::<libc::open_how>(),
+        )
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Makes the directories of `path` below `root` that are missing, mode 0755.
+pub fn make_directories(root: &Path, path: &Path) -> io::Result<()> {
+    let root = std::fs::File::open(root)?;
+    let mut done = PathBuf::from(".");
+    let mut parent = open_directory(root.as_fd(), &done)?;
+    for part in path.components() {
+        let Component::Normal(name) = part else {
+            continue;
+        };
+        done.push(name);
+        parent = match open_directory(root.as_fd(), &done) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let c_name = c_path(name)?;
+                // SAFETY: the name ends with NUL.
+                if unsafe { libc::mkdirat(parent.as_raw_fd(), c_name.as_ptr(), 0o755) } < 0 {
+                    return Err(io::Error::last_os_error());
+                }
+                open_directory(root.as_fd(), &done)?
+            }
+            opened => opened?,
+        };
+    }
+    Ok(())
+}
+
+fn c_path(path: &OsStr) -> io::Result<CString> {
+    CString::new(path.as_bytes()).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn directories_are_made_below_the_root_whatever_the_links_say() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("root");
+        std::fs::create_dir_all(root.join("real")).unwrap();
+        symlink("/real", root.join("absolute")).unwrap();
+        symlink("../../../real", root.join("climbing")).unwrap();
+        make_directories(&root, Path::new("absolute/a/b")).unwrap();
+        make_directories(&root, Path::new("climbing/c")).unwrap();
+        assert!(root.join("real/a/b").is_dir());
+        assert!(root.join("real/c").is_dir());
+        // Once more is no error; a file in the way is.
+        make_directories(&root, Path::new("absolute/a/b")).unwrap();
+        std::fs::write(root.join("file"), "").unwrap();
+        assert!(make_directories(&root, Path::new("file/x")).is_err());
+    }
+}

@@ -1,0 +1,497 @@
+//! Fitting a container's runtime specification to the guest.
+//!
+//! The guest is one pod: its network, IPC and UTS namespaces are the pod's, so a container gets
+//! none of its own, and what the specification wants to set in them is set guest-wide. Cgroups are
+//! the agent's own work (see `cgroup`), so their settings are taken out here. What the guest cannot
+//! do is refused by the name of its field; nothing is dropped in silence.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use nix::sched::CloneFlags;
+use oci_spec::runtime::{
+    LinuxNamespace, LinuxNamespaceType, LinuxResources, LinuxSeccompAction, Mount, Process,
+    RootBuilder, Spec,
+};
+
+use crate::helper::ExecBase;
+
+/// A specification that the guest cannot carry out.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum SpecError {
+    /// A part that every Linux container has is missing.
+    #[error("The specification has no {0}")]
+    Missing(&'static str),
+    /// A field that does not work in a guest.
+    #[error("{field} cannot be used in a microVM: {reason}")]
+    Unsupported {
+        /// The field's name in the specification.
+        field: &'static str,
+        /// Why.
+        reason: &'static str,
+    },
+    /// A kernel setting that is not the pod's own.
+    #[error("sysctl \"{0}\" is not in a separate kernel namespace")]
+    Sysctl(String),
+    /// A working directory, a path or a size that is not one.
+    #[error("{0} is not valid: {1}")]
+    Invalid(&'static str, String),
+}
+
+/// A specification that fits, and what was taken out of it.
+#[derive(Debug)]
+pub struct Adapted {
+    /// What libcontainer builds.
+    pub spec: Spec,
+    /// The pod's host name, to be set guest-wide; empty: unchanged.
+    pub hostname: String,
+    /// The pod's NIS domain name, to be set guest-wide; empty: unchanged.
+    pub domainname: String,
+    /// Settings below /proc/sys, with slashes, to be set guest-wide.
+    pub sysctls: Vec<(String, String)>,
+    /// Limits and device rules for the container's cgroup.
+    pub resources: LinuxResources,
+    /// What execs will need.
+    pub base: ExecBase,
+}
+
+/// Fits `spec`. `rootfs` and `cgroup` are paths in the guest.
+pub fn adapt(
+    mut spec: Spec,
+    rootfs: &Path,
+    cgroup: &str,
+    terminal: bool,
+) -> Result<Adapted, SpecError> {
+    refuse_foreign(&spec)?;
+    let mut process = spec
+        .process()
+        .clone()
+        .ok_or(SpecError::Missing("process"))?;
+    adapt_process(&mut process, terminal)?;
+    let mut linux = spec.linux().clone().ok_or(SpecError::Missing("linux"))?;
+
+    let namespaces = own_namespaces(linux.namespaces().as_deref().unwrap_or_default())?;
+    let user_namespace = has(&namespaces, LinuxNamespaceType::User);
+    if !user_namespace {
+        // libcontainer refuses mappings that nothing uses; containerd sends empty lists.
+        for (field, mappings) in [
+            ("linux.uidMappings", linux.uid_mappings()),
+            ("linux.gidMappings", linux.gid_mappings()),
+        ] {
+            if mappings.as_ref().is_some_and(|m| !m.is_empty()) {
+                return Err(SpecError::Invalid(
+                    field,
+                    "there is no user namespace".into(),
+                ));
+            }
+        }
+    }
+    let base = ExecBase {
+        namespaces: clone_flags(&namespaces),
+        seccomp: linux.seccomp().clone(),
+        uid_mappings: linux.uid_mappings().clone().filter(|_| user_namespace),
+        personality: linux.personality().clone(),
+    };
+    let sysctls = pod_sysctls(linux.sysctl().as_ref())?;
+    let resources = linux.resources().clone().unwrap_or_default();
+
+    linux
+        .set_namespaces(Some(namespaces))
+        .set_cgroups_path(Some(PathBuf::from(cgroup)))
+        .set_resources(None)
+        .set_sysctl(None);
+    let read_only = spec.root().as_ref().and_then(|root| root.readonly());
+    // The builder's own default is read-only, the specification's is not.
+    let root = RootBuilder::default()
+        .path(rootfs)
+        .readonly(read_only.unwrap_or(false))
+        .build()
+        .map_err(|e| SpecError::Invalid("root", e.to_string()))?;
+    let hostname = spec.hostname().clone().unwrap_or_default();
+    let domainname = spec.domainname().clone().unwrap_or_default();
+    check_mounts(spec.mounts().as_deref().unwrap_or_default())?;
+    spec.set_root(Some(root))
+        .set_process(Some(process))
+        .set_linux(Some(linux))
+        .set_hostname(None)
+        .set_domainname(None);
+    Ok(Adapted {
+        spec,
+        hostname,
+        domainname,
+        sysctls,
+        resources,
+        base,
+    })
+}
+
+/// Checks and fits a process object, of a container or of an exec.
+pub fn adapt_process(process: &mut Process, terminal: bool) -> Result<(), SpecError> {
+    if process.args().as_ref().is_none_or(Vec::is_empty) {
+        return Err(SpecError::Missing("process.args"));
+    }
+    if !process.cwd().is_absolute() {
+        return Err(SpecError::Invalid(
+            "process.cwd",
+            format!("{} is not absolute", process.cwd().display()),
+        ));
+    }
+    if process
+        .apparmor_profile()
+        .as_ref()
+        .is_some_and(|p| !p.is_empty())
+    {
+        return Err(SpecError::Unsupported {
+            field: "process.apparmorProfile",
+            reason: "the guest kernel has no AppArmor",
+        });
+    }
+    if process
+        .selinux_label()
+        .as_ref()
+        .is_some_and(|l| !l.is_empty())
+    {
+        return Err(SpecError::Unsupported {
+            field: "process.selinuxLabel",
+            reason: "the guest kernel has no SELinux",
+        });
+    }
+    for variable in process.env().iter().flatten() {
+        if !variable.contains('=') {
+            return Err(SpecError::Invalid(
+                "process.env",
+                format!("{variable:?} has no '='"),
+            ));
+        }
+    }
+    process
+        .set_terminal(Some(terminal))
+        .set_apparmor_profile(None)
+        .set_selinux_label(None);
+    // libcontainer takes "false" for "set": it would load a filter without the right to.
+    if process.no_new_privileges() == Some(false) {
+        process.set_no_new_privileges(None);
+    }
+    Ok(())
+}
+
+/// What belongs to another kind of system, or to the host.
+fn refuse_foreign(spec: &Spec) -> Result<(), SpecError> {
+    let unsupported = |field, reason| Err(SpecError::Unsupported { field, reason });
+    if spec.solaris().is_some() || spec.windows().is_some() || spec.zos().is_some() {
+        return unsupported("solaris, windows, zos", "the guest is Linux");
+    }
+    if spec.vm().is_some() {
+        return unsupported("vm", "the machine is described elsewhere");
+    }
+    if let Some(hooks) = spec.hooks() {
+        let none = |hooks: &Option<Vec<_>>| hooks.as_ref().is_none_or(Vec::is_empty);
+        #[allow(deprecated, reason = "a prestart hook would be ignored otherwise")]
+        let prestart = hooks.prestart();
+        let kinds = [
+            prestart,
+            hooks.create_runtime(),
+            hooks.create_container(),
+            hooks.start_container(),
+            hooks.poststart(),
+            hooks.poststop(),
+        ];
+        if !kinds.into_iter().all(none) {
+            return unsupported("hooks", "hooks run on the host");
+        }
+    }
+    let Some(linux) = spec.linux() else {
+        return Ok(());
+    };
+    if linux.mount_label().as_ref().is_some_and(|l| !l.is_empty()) {
+        return unsupported("linux.mountLabel", "the guest kernel has no SELinux");
+    }
+    if linux.intel_rdt().is_some() {
+        return unsupported("linux.intelRdt", "the guest has no resctrl");
+    }
+    if linux.net_devices().as_ref().is_some_and(|d| !d.is_empty()) {
+        return unsupported("linux.netDevices", "the guest's network is the pod's");
+    }
+    if let Some(seccomp) = linux.seccomp() {
+        let notifies = seccomp
+            .syscalls()
+            .iter()
+            .flatten()
+            .any(|call| call.action() == LinuxSeccompAction::ScmpActNotify);
+        if notifies || seccomp.listener_path().is_some() {
+            return unsupported(
+                "linux.seccomp.listenerPath",
+                "a listener cannot be reached from the guest",
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The namespaces that a container gets for itself. A PID namespace with a path is one shared by
+/// the pod, and that is the guest's own.
+fn own_namespaces(asked: &[LinuxNamespace]) -> Result<Vec<LinuxNamespace>, SpecError> {
+    let mut own = Vec::with_capacity(asked.len());
+    for namespace in asked {
+        match namespace.typ() {
+            LinuxNamespaceType::Network | LinuxNamespaceType::Ipc | LinuxNamespaceType::Uts => {}
+            LinuxNamespaceType::Pid if namespace.path().is_some() => {}
+            _ if namespace.path().is_some() => {
+                return Err(SpecError::Unsupported {
+                    field: "linux.namespaces[].path",
+                    reason: "the guest does not have the host's namespaces",
+                });
+            }
+            _ => own.push(namespace.clone()),
+        }
+    }
+    if !has(&own, LinuxNamespaceType::Mount) {
+        return Err(SpecError::Unsupported {
+            field: "linux.namespaces",
+            reason: "a container without a mount namespace would share the agent's",
+        });
+    }
+    Ok(own)
+}
+
+fn has(namespaces: &[LinuxNamespace], kind: LinuxNamespaceType) -> bool {
+    namespaces.iter().any(|namespace| namespace.typ() == kind)
+}
+
+fn clone_flags(namespaces: &[LinuxNamespace]) -> i32 {
+    let flags = namespaces
+        .iter()
+        .fold(CloneFlags::empty(), |flags, namespace| {
+            flags
+                | match namespace.typ() {
+                    LinuxNamespaceType::Mount => CloneFlags::CLONE_NEWNS,
+                    LinuxNamespaceType::Cgroup => CloneFlags::CLONE_NEWCGROUP,
+                    LinuxNamespaceType::Uts => CloneFlags::CLONE_NEWUTS,
+                    LinuxNamespaceType::Ipc => CloneFlags::CLONE_NEWIPC,
+                    LinuxNamespaceType::User => CloneFlags::CLONE_NEWUSER,
+                    LinuxNamespaceType::Pid => CloneFlags::CLONE_NEWPID,
+                    LinuxNamespaceType::Network => CloneFlags::CLONE_NEWNET,
+                    LinuxNamespaceType::Time => CloneFlags::from_bits_retain(0x80),
+                }
+        });
+    flags.bits()
+}
+
+/// The settings, with slashes. Which ones a pod may have is what runc allows to a container with
+/// namespaces of its own.
+fn pod_sysctls(
+    asked: Option<&HashMap<String, String>>,
+) -> Result<Vec<(String, String)>, SpecError> {
+    const IPC: [&str; 8] = [
+        "kernel/msgmax",
+        "kernel/msgmnb",
+        "kernel/msgmni",
+        "kernel/sem",
+        "kernel/shmall",
+        "kernel/shmmax",
+        "kernel/shmmni",
+        "kernel/shm_rmid_forced",
+    ];
+    let mut sysctls = Vec::new();
+    for (key, value) in asked.into_iter().flatten() {
+        let path = sysctl_path(key);
+        let allowed = IPC.contains(&path.as_str())
+            || path == "kernel/domainname"
+            || path.starts_with("fs/mqueue/")
+            || path.starts_with("net/");
+        if !allowed || path.split('/').any(|part| part.is_empty() || part == "..") {
+            return Err(SpecError::Sysctl(key.clone()));
+        }
+        sysctls.push((path, value.clone()));
+    }
+    Ok(sysctls)
+}
+
+/// A key as a path below /proc/sys: as in sysctl(8), the first separator decides, and in a key with
+/// dots a slash stands for a dot in a name (`net.ipv4.conf.eth0/100.forwarding`).
+pub fn sysctl_path(key: &str) -> String {
+    match key.find(['.', '/']) {
+        Some(at) if key.as_bytes()[at] == b'.' => key
+            .chars()
+            .map(|c| match c {
+                '.' => '/',
+                '/' => '.',
+                other => other,
+            })
+            .collect(),
+        _ => key.to_owned(),
+    }
+}
+
+fn check_mounts(mounts: &[Mount]) -> Result<(), SpecError> {
+    for mount in mounts {
+        if !mount.destination().is_absolute() {
+            return Err(SpecError::Invalid(
+                "mounts[].destination",
+                format!("{} is not absolute", mount.destination().display()),
+            ));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(json: serde_json::Value) -> Spec {
+        serde_json::from_value(json).unwrap()
+    }
+
+    fn small() -> serde_json::Value {
+        serde_json::json!({
+            "ociVersion": "1.0.2",
+            "root": {"path": "rootfs", "readonly": true},
+            "process": {"user": {"uid": 0, "gid": 0}, "args": ["sh"], "env": ["PATH=/bin"],
+                        "cwd": "/", "noNewPrivileges": false},
+            "hostname": "web-0",
+            "linux": {
+                "cgroupsPath": "/default/x",
+                "namespaces": [{"type": "pid"}, {"type": "ipc"}, {"type": "uts"},
+                               {"type": "mount"}, {"type": "network", "path": "/proc/7/ns/net"}],
+                "sysctl": {"net.core.somaxconn": "256", "kernel.shm_rmid_forced": "1"},
+                "resources": {"pids": {"limit": 10}}
+            }
+        })
+    }
+
+    fn adapted(json: serde_json::Value) -> Result<Adapted, SpecError> {
+        adapt(spec(json), Path::new("/run/rootfs"), "/pod/x", true)
+    }
+
+    #[test]
+    fn network_ipc_and_uts_are_the_guests_own() {
+        let adapted = adapted(small()).unwrap();
+        let linux = adapted.spec.linux().as_ref().unwrap();
+        let kinds: Vec<_> = linux
+            .namespaces()
+            .iter()
+            .flatten()
+            .map(LinuxNamespace::typ)
+            .collect();
+        assert_eq!(kinds, [LinuxNamespaceType::Pid, LinuxNamespaceType::Mount]);
+        assert_eq!(
+            adapted.base.namespaces,
+            libc::CLONE_NEWPID | libc::CLONE_NEWNS
+        );
+        assert_eq!(adapted.hostname, "web-0");
+        assert!(adapted.spec.hostname().is_none());
+    }
+
+    #[test]
+    fn a_pid_namespace_with_a_path_is_the_pods() {
+        let mut json = small();
+        json["linux"]["namespaces"][0]["path"] = "/proc/9/ns/pid".into();
+        assert_eq!(adapted(json).unwrap().base.namespaces, libc::CLONE_NEWNS);
+    }
+
+    #[test]
+    fn root_cgroup_and_terminal_are_the_guests() {
+        let adapted = adapted(small()).unwrap();
+        let root = adapted.spec.root().as_ref().unwrap();
+        assert_eq!(root.path(), Path::new("/run/rootfs"));
+        assert_eq!(root.readonly(), Some(true));
+        let linux = adapted.spec.linux().as_ref().unwrap();
+        assert_eq!(linux.cgroups_path().as_deref(), Some(Path::new("/pod/x")));
+        assert!(linux.resources().is_none());
+        assert_eq!(adapted.resources.pids().as_ref().unwrap().limit(), 10);
+        let process = adapted.spec.process().as_ref().unwrap();
+        assert_eq!(process.terminal(), Some(true));
+        assert_eq!(process.no_new_privileges(), None);
+    }
+
+    #[test]
+    fn a_root_is_writable_unless_the_spec_says_otherwise() {
+        let mut json = small();
+        json["root"].as_object_mut().unwrap().remove("readonly");
+        let adapted = adapted(json).unwrap();
+        let root = adapted.spec.root().as_ref().unwrap();
+        assert_eq!(root.readonly(), Some(false));
+    }
+
+    #[test]
+    fn the_pods_sysctls_are_set_guest_wide_and_others_refused() {
+        let adapted_spec = adapted(small()).unwrap();
+        let mut sysctls = adapted_spec.sysctls;
+        sysctls.sort();
+        assert_eq!(
+            sysctls,
+            [
+                ("kernel/shm_rmid_forced".to_owned(), "1".to_owned()),
+                ("net/core/somaxconn".to_owned(), "256".to_owned()),
+            ]
+        );
+        for bad in [
+            "kernel.core_pattern",
+            "net.../../kernel/panic",
+            "vm.swappiness",
+        ] {
+            let mut json = small();
+            json["linux"]["sysctl"] = serde_json::json!({ bad: "1" });
+            assert_eq!(adapted(json).unwrap_err(), SpecError::Sysctl(bad.into()));
+        }
+    }
+
+    #[test]
+    fn a_slash_in_a_dotted_key_is_a_dot_of_a_name() {
+        assert_eq!(
+            sysctl_path("net.ipv4.conf.eth0/1.forwarding"),
+            "net/ipv4/conf/eth0.1/forwarding"
+        );
+        assert_eq!(
+            sysctl_path("net/ipv4/conf/eth0.1/forwarding"),
+            "net/ipv4/conf/eth0.1/forwarding"
+        );
+    }
+
+    #[test]
+    fn what_the_guest_cannot_do_is_refused_by_name() {
+        let cases = [
+            (
+                "/process/apparmorProfile",
+                serde_json::json!("p"),
+                "process.apparmorProfile",
+            ),
+            (
+                "/process/selinuxLabel",
+                serde_json::json!("l"),
+                "process.selinuxLabel",
+            ),
+            (
+                "/linux/mountLabel",
+                serde_json::json!("l"),
+                "linux.mountLabel",
+            ),
+            (
+                "/linux/intelRdt",
+                serde_json::json!({"closID": "a"}),
+                "linux.intelRdt",
+            ),
+            (
+                "/linux/netDevices",
+                serde_json::json!({"eth0": {}}),
+                "linux.netDevices",
+            ),
+            (
+                "/hooks",
+                serde_json::json!({"poststop": [{"path": "/x"}]}),
+                "hooks",
+            ),
+            ("/process/cwd", serde_json::json!("x"), "process.cwd"),
+            ("/process/args", serde_json::json!([]), "process.args"),
+            ("/process/env", serde_json::json!(["X"]), "process.env"),
+        ];
+        for (pointer, value, name) in cases {
+            let mut json = small();
+            let (parent, key) = pointer.rsplit_once('/').unwrap();
+            json.pointer_mut(parent).unwrap()[key] = value;
+            let message = adapted(json).unwrap_err().to_string();
+            assert!(message.contains(name), "{pointer}: {message}");
+        }
+    }
+}
