@@ -17,9 +17,11 @@ die() {
     exit 1
 }
 
-# hash_of FILE…: a short hash over the contents of the files, for names of cache directories.
+# hash_of FILE…: a short hash over the contents of the files ("-": stdin), for names of cache directories.
 hash_of() {
-    cat -- "$@" | sha256sum | cut -c1-16
+    local sum
+    sum=$(cat -- "$@" | sha256sum)
+    echo "${sum:0:16}"
 }
 
 # make_once DIR FUNCTION [ARG…]: unless DIR exists, run FUNCTION with a fresh directory as its last argument and
@@ -33,6 +35,8 @@ make_once() {
     exec 9>"$dir.lock"
     flock 9
     if [ ! -d "$dir" ]; then
+        # Left by somebody who was killed.
+        rm -rf --one-file-system "$dir".new.*
         new=$(mktemp -d "$dir.new.XXXXXX")
         # Not readable by others until it is whole is mktemp's default; the result is for everyone.
         chmod 755 "$new"
