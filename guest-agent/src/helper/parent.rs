@@ -131,21 +131,24 @@ impl Helper {
                 Err(_) => return Err(HelperError::Died(exit.map_or(0, |e| e.status))),
             },
         };
-        match packet {
-            (
-                Some(Report::Failed {
-                    invalid: true,
-                    message,
-                }),
-                _,
-            ) => Err(HelperError::Invalid(message)),
-            (Some(Report::Failed { message, .. }), _) => Err(HelperError::Failed(message)),
-            (Some(report), fd) => Ok((report, fd)),
-            (None, _) => {
-                let status = exited(self.exit.clone()).await.map_or(0, |e| e.status);
-                Err(HelperError::Died(status))
+        let failure = match packet {
+            (Some(Report::Failed { invalid, message }), _) => {
+                if invalid {
+                    HelperError::Invalid(message)
+                } else {
+                    HelperError::Failed(message)
+                }
             }
-        }
+            (Some(report), fd) => return Ok((report, fd)),
+            (None, _) => {
+                let exit = exited(self.exit.clone()).await;
+                return Err(HelperError::Died(exit.map_or(0, |e| e.status)));
+            }
+        };
+        // The report may come from the process that was being made, and the helper still has to
+        // clean up: what has the same name next must not meet it.
+        exited(self.exit.clone()).await;
+        Err(failure)
     }
 
     /// Lets whoever waits for it go on: a new init with its terminal, or the helper to its end.
