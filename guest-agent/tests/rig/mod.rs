@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex};
 use cube_agent::container::Settings;
 use cube_agent::helper::parent::Launcher;
 use cube_agent_protocol::agent::{
-    ContainerRequest, CreateContainerRequest, ExecRequest, Process, ProcessRequest,
-    ResizePtyRequest, SignalRequest, StatsResponse, Stdio, UpdateRequest,
+    ConfigureRequest, ContainerRequest, CreateContainerRequest, ExecRequest, Process,
+    ProcessRequest, ResizePtyRequest, Share, SignalRequest, StatsResponse, Stdio, UpdateRequest,
 };
 use cube_agent_protocol::agent_ttrpc::AgentClient;
-use cube_agent_protocol::{AGENT_PORT, STREAM_PORT, STREAM_TOKEN_LEN};
+use cube_agent_protocol::{AGENT_PORT, SHARE_PATH, SHARE_TAG, STREAM_PORT, STREAM_TOKEN_LEN};
 use nix::mount::{MsFlags, mount};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -46,15 +46,22 @@ pub fn run(tests: &[Test]) -> ExitCode {
         "These tests make containers: run them as root"
     );
     prepare_mounts();
+    let guest = std::env::var_os("CUBE_TEST_KVM").map(|_| Guest::new());
+    let places = [(None, "")]
+        .into_iter()
+        .chain(guest.as_ref().map(|guest| (Some(guest), " in a guest")));
     let mut failed = 0;
-    for (name, test) in tests {
+    for ((guest, place), (name, test)) in
+        places.flat_map(|place| tests.iter().map(move |test| (place, test)))
+    {
+        let name = format!("{name}{place}");
         if filter
             .as_ref()
             .is_some_and(|filter| !name.contains(filter.as_str()))
         {
             continue;
         }
-        let harness = Harness::new();
+        let harness = Harness::new(guest);
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(&harness)));
         let word = if outcome.is_ok() { "ok" } else { "FAILED" };
         println!("test {name} ... {word}");
@@ -98,7 +105,8 @@ fn run_agent(dir: &Path) -> ExitCode {
             program: env!("CARGO_BIN_EXE_cube-agent").into(),
         },
         connect: Box::new(move |port| {
-            let stream = std::os::unix::net::UnixStream::connect(sockets.join(port.to_string()))?;
+            let stream =
+                std::os::unix::net::UnixStream::connect(sockets.join(format!("v_{port}")))?;
             stream.set_nonblocking(true)?;
             Ok(stream.into())
         }),
@@ -118,13 +126,58 @@ fn cgroup_of(dir: &Path) -> String {
     )
 }
 
-/// A directory with a root file system, and the agent.
-pub struct Harness {
-    dir: tempfile::TempDir,
+/// What guests are made of: `CUBE_KERNEL`, `CUBE_HYPERVISOR`, and an initramfs of this agent.
+pub struct Guest {
+    kernel: PathBuf,
+    hypervisor: PathBuf,
+    initramfs: tempfile::NamedTempFile,
 }
 
-impl Harness {
+impl Guest {
     fn new() -> Self {
+        let needed = |name: &str| {
+            PathBuf::from(std::env::var_os(name).unwrap_or_else(|| panic!("{name} is not set")))
+        };
+        let initramfs = tempfile::NamedTempFile::new().unwrap();
+        let agent = tempfile::NamedTempFile::new().unwrap();
+        let run = |command: &mut Command| assert!(command.status().unwrap().success());
+        run(Command::new("strip")
+            .arg("-o")
+            .args([agent.path(), Path::new(env!("CARGO_BIN_EXE_cube-agent"))]));
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("initramfs");
+        run(Command::new(script).args([agent.path(), initramfs.path()]));
+        Self {
+            kernel: needed("CUBE_KERNEL"),
+            hypervisor: needed("CUBE_HYPERVISOR"),
+            initramfs,
+        }
+    }
+
+    fn boot(&self, dir: &Path) -> Child {
+        let config = json!({
+            "kernel": self.kernel,
+            "initramfs": self.initramfs.path(),
+            "cmdline": "console=hvc0 reboot=k panic=-1 quiet",
+            "memory_mib": 512,
+            "vsock": {"path": dir.join("v")},
+            "shares": [{"tag": SHARE_TAG, "path": dir}],
+            "console": "log",
+        });
+        let file = dir.join("vm.json");
+        std::fs::write(&file, config.to_string()).unwrap();
+        let mut command = Command::new(&self.hypervisor);
+        command.arg("--config").arg(&file).spawn().unwrap()
+    }
+}
+
+/// A directory with a root file system, and the agent, here or in a guest.
+pub struct Harness<'a> {
+    dir: tempfile::TempDir,
+    guest: Option<&'a Guest>,
+}
+
+impl<'a> Harness<'a> {
+    fn new(guest: Option<&'a Guest>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir(dir.path().join("containers")).unwrap();
         // A file system of its own, for others than root as well.
@@ -138,7 +191,7 @@ impl Harness {
         )
         .unwrap();
         make_rootfs(&dir.path().join("rootfs"));
-        Self { dir }
+        Self { dir, guest }
     }
 
     /// Runs a test with an agent.
@@ -148,7 +201,7 @@ impl Harness {
             .build()
             .unwrap();
         runtime.block_on(async {
-            let (agent, mut child) = Agent::launch(self.dir.path()).await;
+            let (agent, mut child) = Agent::launch(self.dir.path(), self.guest).await;
             let test = tokio::time::timeout(std::time::Duration::from_secs(120), test(agent));
             test.await.expect("the test takes too long");
             // Its connection has ended with the test.
@@ -168,7 +221,7 @@ impl Harness {
     }
 }
 
-impl Drop for Harness {
+impl Drop for Harness<'_> {
     fn drop(&mut self) {
         let _ = nix::mount::umount2(
             &self.dir.path().join("rootfs"),
@@ -237,23 +290,32 @@ pub fn exec_process(args: &[&str]) -> Value {
 pub struct Agent {
     client: AgentClient,
     dir: PathBuf,
+    /// Whether it is PID 1 of a guest.
+    pub in_guest: bool,
     streams: Arc<Mutex<HashMap<Vec<u8>, UnixStream>>>,
     arrived: Arc<tokio::sync::Notify>,
 }
 
 impl Agent {
-    async fn launch(dir: &Path) -> (Self, Child) {
+    async fn launch(dir: &Path, guest: Option<&Guest>) -> (Self, Child) {
         let bind = |port: u32| {
-            let path = dir.join(port.to_string());
+            let path = dir.join(format!("v_{port}"));
             UnixListener::bind(path).unwrap()
         };
         let control = bind(AGENT_PORT);
         let listener = bind(STREAM_PORT);
-        let child = Command::new(std::env::current_exe().unwrap())
-            .env(AGENT_DIR, dir)
-            .spawn()
-            .unwrap();
-        let (connection, _) = control.accept().await.unwrap();
+        let mut child = match guest {
+            Some(guest) => guest.boot(dir),
+            None => Command::new(std::env::current_exe().unwrap())
+                .env(AGENT_DIR, dir)
+                .spawn()
+                .unwrap(),
+        };
+        let accepted = tokio::time::timeout(std::time::Duration::from_secs(60), control.accept());
+        let Ok(Ok((connection, _))) = accepted.await else {
+            child.kill().unwrap();
+            panic!("the agent does not connect");
+        };
         let socket = ttrpc::asynchronous::transport::Socket::from(connection);
         let streams: Arc<Mutex<HashMap<_, _>>> = Arc::default();
         let arrived = Arc::new(tokio::sync::Notify::new());
@@ -271,9 +333,13 @@ impl Agent {
         let agent = Self {
             client: AgentClient::new(ttrpc::asynchronous::Client::new(socket)),
             dir: dir.to_owned(),
+            in_guest: guest.is_some(),
             streams,
             arrived,
         };
+        if agent.in_guest {
+            agent.configure(&base_configuration()).await.unwrap();
+        }
         (agent, child)
     }
 
@@ -311,10 +377,22 @@ impl Agent {
         let mut request = CreateContainerRequest::new();
         request.id = id.into();
         request.spec = serde_json::to_vec(spec).unwrap();
-        request.rootfs = self.dir.join("rootfs").to_str().unwrap().into();
+        request.rootfs = if self.in_guest {
+            format!("{SHARE_PATH}/rootfs")
+        } else {
+            self.dir.join("rootfs").to_str().unwrap().into()
+        };
         request.stdio = Some(io.stdio.clone()).into();
         let created = self.client.create_container(context(), &request).await;
         created.map(|created| created.pid).map_err(failure)
+    }
+
+    pub async fn configure(&self, request: &ConfigureRequest) -> Result<(), Failure> {
+        self.client
+            .configure(context(), request)
+            .await
+            .map(drop)
+            .map_err(failure)
     }
 
     pub async fn start(&self, id: &str) -> Result<(), Failure> {
@@ -496,6 +574,9 @@ impl Agent {
 
     /// Whether limits can be set on this machine.
     pub fn has_controllers(&self) -> bool {
+        if self.in_guest {
+            return true;
+        }
         let text = std::fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap();
         text.contains("memory") && text.contains("pids")
     }
@@ -509,6 +590,18 @@ impl Agent {
         let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
         assert!(!mounts.contains("/containers/"), "{mounts}");
     }
+}
+
+/// What a shim tells a fresh guest.
+fn base_configuration() -> ConfigureRequest {
+    let mut share = Share::new();
+    share.tag = SHARE_TAG.into();
+    share.path = SHARE_PATH.into();
+    let mut request = ConfigureRequest::new();
+    request.shares = vec![share];
+    request.entropy = (0..32).map(|_| random_byte()).collect();
+    request.wall_clock_ns = cube_agent::reaper::wall_clock_ns();
+    request
 }
 
 fn random_byte() -> u8 {
