@@ -504,7 +504,14 @@ impl Containers {
         let cgroup = self.cgroup(id)?;
         let resources: LinuxResources = serde_json::from_slice(resources)
             .map_err(|e| ContainerError::Invalid("the resources", e.to_string()))?;
-        on_thread(move || cgroup.apply(&resources)).await
+        on_thread(move || {
+            cgroup.apply(&resources)?;
+            match resources.devices().as_deref() {
+                None | Some([]) => Ok(()),
+                rules => cgroup.allow_devices(rules),
+            }
+        })
+        .await
     }
 
     /// Reads a container's figures. On a thread of its own: the kernel sums them up meanwhile.

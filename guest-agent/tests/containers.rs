@@ -10,60 +10,50 @@ mod rig;
 
 use std::time::{Duration, Instant};
 
+use cube_agent_protocol::agent::{ConfigureRequest, Dns, Interface, Neighbour, Route};
 use rig::{Agent, exec_process, spec};
 use serde_json::json;
 use ttrpc::Code;
 
+/// A list of tests: names and functions.
+macro_rules! tests {
+    ($($name:ident = $test:ident,)*) => {
+        [$((stringify!($name), |harness| harness.block($test)),)*]
+    };
+}
+
+/// Here, and in a guest too if there is KVM.
+const TESTS: [rig::Test; 20] = tests![
+    a_container_says_hello_and_exits_with_its_code = hello,
+    signals_end_a_container_with_128_and_the_number = signals,
+    a_missing_program_fails_in_create_in_runcs_words = missing_program,
+    create_refuses_what_it_cannot_do = refused,
+    identity_environment_and_limits_are_the_specs = identity,
+    stdin_ends_by_shutdown_and_by_close_stdin = stdin_ends,
+    sixty_four_mebibytes_arrive_on_both_outputs_and_through_stdin = big_streams,
+    a_process_that_ignores_its_streams_does_no_harm = careless_streams,
+    an_exec_runs_in_the_container = exec,
+    an_exec_with_a_background_child_ends_and_its_output_with_delete = background,
+    what_init_leaves_behind_ends_with_it = leftovers,
+    an_execs_exit_comes_before_its_containers = exec_exit_first,
+    a_terminal_has_size_owner_and_job_control = terminal,
+    pause_stops_and_resume_goes_on = pause,
+    processes_and_figures_are_those_of_the_container = figures,
+    devices_are_filtered = devices,
+    seccomp_filters_init_and_exec = seccomp,
+    every_call_answers_wrong_names_and_states = wrong_calls,
+    fifty_containers_at_once_leave_nothing = many,
+    past_its_memory_limit_a_container_is_killed = memory_limit,
+];
+
+/// In a guest only.
+const GUEST_TESTS: [rig::Test; 2] = tests![
+    guest_wide_settings_take_effect = settings,
+    settings_that_cannot_be_made_are_refused_by_name = bad_settings,
+];
+
 fn main() -> std::process::ExitCode {
-    rig::run(&[
-        ("a_container_says_hello_and_exits_with_its_code", |h| {
-            h.block(hello)
-        }),
-        ("signals_end_a_container_with_128_and_the_number", |h| {
-            h.block(signals)
-        }),
-        ("a_missing_program_fails_in_create_in_runcs_words", |h| {
-            h.block(missing_program)
-        }),
-        ("create_refuses_what_it_cannot_do", |h| h.block(refused)),
-        ("identity_environment_and_limits_are_the_specs", |h| {
-            h.block(identity)
-        }),
-        ("stdin_ends_by_shutdown_and_by_close_stdin", |h| {
-            h.block(stdin_ends)
-        }),
-        (
-            "sixty_four_mebibytes_arrive_on_both_outputs_and_through_stdin",
-            |h| h.block(big_streams),
-        ),
-        ("a_process_that_ignores_its_streams_does_no_harm", |h| {
-            h.block(careless_streams)
-        }),
-        ("an_exec_runs_in_the_container", |h| h.block(exec)),
-        (
-            "an_exec_with_a_background_child_ends_and_its_output_with_delete",
-            |h| h.block(background),
-        ),
-        ("what_init_leaves_behind_ends_with_it", |h| {
-            h.block(leftovers)
-        }),
-        ("an_execs_exit_comes_before_its_containers", |h| {
-            h.block(exec_exit_first)
-        }),
-        ("a_terminal_has_size_owner_and_job_control", |h| {
-            h.block(terminal)
-        }),
-        ("pause_stops_and_resume_goes_on", |h| h.block(pause)),
-        ("processes_and_figures_are_those_of_the_container", |h| {
-            h.block(figures)
-        }),
-        ("devices_are_filtered", |h| h.block(devices)),
-        ("seccomp_filters_init_and_exec", |h| h.block(seccomp)),
-        ("every_call_answers_wrong_names_and_states", |h| {
-            h.block(wrong_calls)
-        }),
-        ("fifty_containers_at_once_leave_nothing", |h| h.block(many)),
-    ])
+    rig::run(&TESTS, &GUEST_TESTS)
 }
 
 async fn hello(agent: Agent) {
@@ -693,4 +683,152 @@ async fn many(agent: Agent) {
         task.await.unwrap();
     }
     agent.nothing_left().await;
+}
+
+async fn memory_limit(agent: Agent) {
+    if !agent.has_controllers() {
+        // Only the nested host and the guest have the controllers in one tree.
+        return;
+    }
+    for _ in 0..3 {
+        let mut spec = spec(&["tail", "/dev/zero"]);
+        spec["linux"]["resources"]["memory"] = json!({"limit": 32 << 20});
+        agent.create("o", &spec, &agent.no_streams()).await.unwrap();
+        agent.start("o").await.unwrap();
+        assert_eq!(agent.wait("o", "").await.unwrap(), 137);
+        let stats = agent.stats("o").await.unwrap();
+        assert_eq!(stats.memory.events["oom_kill"], 1, "{stats:?}");
+        agent.delete("o", "").await.unwrap();
+    }
+}
+
+async fn settings(agent: Agent) {
+    let mut request = ConfigureRequest::new();
+    request.hostname = "pod-1".into();
+    request.domainname = "cluster".into();
+    request.online_vcpus = 2;
+    let mut dns = Dns::new();
+    dns.servers = vec!["10.0.0.53".into()];
+    dns.options = vec!["ndots:5".into()];
+    request.dns = Some(dns).into();
+    let mut interface = Interface::new();
+    interface.mac = rig::MAC.into();
+    interface.name = "net0".into();
+    interface.addresses = vec!["10.9.0.2/24".into(), "fd09::2/64".into()];
+    interface.mtu = 1400;
+    request.interfaces = vec![interface];
+    let route = |destination: &str, gateway: &str| {
+        let mut route = Route::new();
+        route.destination = destination.into();
+        route.gateway = gateway.into();
+        route.interface = "net0".into();
+        route
+    };
+    let mut near = route("10.7.0.0/16", "");
+    near.scope = 253;
+    request.routes = vec![route("", "10.9.0.1"), route("", "fd09::1"), near];
+    let mut neighbour = Neighbour::new();
+    neighbour.address = "10.9.0.1".into();
+    neighbour.mac = "02:00:00:00:00:09".into();
+    neighbour.interface = "net0".into();
+    neighbour.state = 0x80;
+    request.neighbours = vec![neighbour];
+    request
+        .sysctls
+        .insert("net.ipv4.ip_unprivileged_port_start".into(), "0".into());
+    request.wall_clock_ns = 1_900_000_000_000_000_000;
+    agent.configure(&request).await.unwrap();
+    // Once more is no error.
+    agent.configure(&request).await.unwrap();
+
+    let mut spec = spec(&[
+        "sh",
+        "-c",
+        "hostname; cat /etc/resolv.conf; nproc; ip -o addr show net0 | awk '{print $4}'; cat /sys/class/net/net0/mtu; \
+        ip route; ip -6 route show default; ip neigh show dev net0; cat /proc/sys/net/ipv4/ip_unprivileged_port_start; date +%s | cut -c1-5; ping -c1 -W1 127.0.0.1 | grep -c ttl",
+    ]);
+    spec["mounts"].as_array_mut().unwrap().push(json!(
+        {"destination": "/etc/resolv.conf", "type": "bind", "source": "/etc/resolv.conf", "options": ["rbind", "ro"]}
+    ));
+    spec["process"]["capabilities"] = json!({
+        "bounding": ["CAP_NET_RAW"], "effective": ["CAP_NET_RAW"], "permitted": ["CAP_NET_RAW"]
+    });
+    let (_, out) = agent.run("s", &spec).await;
+    for line in [
+        "pod-1",
+        "nameserver 10.0.0.53",
+        "options ndots:5",
+        "2",
+        "10.9.0.2/24",
+        "fd09::2/64",
+        "1400",
+        "10.7.0.0/16 dev net0 scope link ",
+        "0",
+        "19000",
+        "1",
+    ] {
+        assert!(
+            out.lines().any(|found| found == line),
+            "{line:?} is not in {out}"
+        );
+    }
+    for part in [
+        "default via 10.9.0.1 dev net0",
+        "default via fd09::1 dev net0",
+        "10.9.0.1 lladdr 02:00:00:00:00:09 PERMANENT",
+    ] {
+        assert!(out.contains(part), "{part:?} is not in {out}");
+    }
+    // A container's own settings are the pod's.
+    let mut spec = rig::spec(&[
+        "sh",
+        "-c",
+        "hostname; cat /proc/sys/net/core/somaxconn; cat /sys/fs/cgroup/cgroup.controllers; cat /proc/mounts | grep -c virtiofs",
+    ]);
+    spec["hostname"] = json!("pod-2");
+    spec["linux"]["sysctl"] = json!({"net.core.somaxconn": "99"});
+    let (_, out) = agent.run("s", &spec).await;
+    let lines: Vec<_> = out.lines().collect();
+    assert_eq!(
+        (lines[0], lines[1], lines[3]),
+        ("pod-2", "99", "1"),
+        "{out}"
+    );
+    for controller in ["cpu", "memory", "pids", "io", "cpuset"] {
+        assert!(lines[2].contains(controller), "{out}");
+    }
+    agent.drop_caches().await.unwrap();
+    // Back to one vCPU.
+    let mut request = ConfigureRequest::new();
+    request.online_vcpus = 1;
+    agent.configure(&request).await.unwrap();
+    assert_eq!(agent.run("s", &rig::spec(&["nproc"])).await.1, "1\n");
+    agent.shutdown().await;
+}
+
+async fn bad_settings(agent: Agent) {
+    let mut requests = Vec::new();
+    let mut request = ConfigureRequest::new();
+    request.online_vcpus = 65;
+    requests.push((request, "65 vCPUs"));
+    let mut interface = Interface::new();
+    interface.mac = "02:11:22:33:44:55".into();
+    let mut request = ConfigureRequest::new();
+    request.interfaces = vec![interface];
+    requests.push((request, "02:11:22:33:44:55"));
+    let mut route = Route::new();
+    route.destination = "10.0.0.0/8".into();
+    route.interface = "nosuch0".into();
+    let mut request = ConfigureRequest::new();
+    request.routes = vec![route];
+    requests.push((request, "nosuch0"));
+    for (request, words) in requests {
+        let (code, message) = agent.configure(&request).await.unwrap_err();
+        assert_eq!(code, Code::INVALID_ARGUMENT, "{message}");
+        assert!(message.contains(words), "{message}");
+    }
+    let mut request = ConfigureRequest::new();
+    request.sysctls.insert("net.no.such".into(), "1".into());
+    let (_, message) = agent.configure(&request).await.unwrap_err();
+    assert!(message.contains("net.no.such"), "{message}");
 }

@@ -59,23 +59,28 @@ const fn rule(kind: i32, major: Option<i32>, minor: Option<i32>, access: i32) ->
     }
 }
 
-/// Restricts the cgroup at `dir`. Later calls add to the restriction.
+/// Restricts the cgroup at `dir` to these rules, in place of earlier ones.
 pub fn restrict(dir: &Path, rules: &[LinuxDeviceCgroup]) -> Result<()> {
     let mut all = Vec::with_capacity(rules.len() + DEFAULTS.len());
     for rule in rules {
         all.extend(translate(rule)?);
     }
-    // A privileged container: the kernel need not be asked.
-    if all.last().is_some_and(allows_everything) {
-        return Ok(());
-    }
+    // A privileged container: the kernel need not ask.
+    let open = all.last().is_some_and(allows_everything);
     all.extend(DEFAULTS);
-    let attach = || -> io::Result<()> {
+    let restrict = || -> io::Result<()> {
         let cgroup = File::open(dir)?;
-        let program = load(&compile(&all))?;
-        attach(&cgroup, &program)
+        let earlier = attached(&cgroup)?;
+        if !open {
+            attach(&cgroup, &load(&compile(&all))?)?;
+        }
+        // All programs of a cgroup must agree: without the earlier ones the new one alone counts.
+        for id in earlier {
+            detach(&cgroup, &program_with(id)?)?;
+        }
+        Ok(())
     };
-    attach().map_err(CgroupError::Devices)
+    restrict().map_err(CgroupError::Devices)
 }
 
 fn allows_everything(rule: &Rule) -> bool {
@@ -205,7 +210,7 @@ fn compile(rules: &[Rule]) -> Vec<Instruction> {
 
 /// The part of union bpf_attr that BPF_PROG_LOAD needs.
 #[repr(C)]
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct LoadAttributes {
     kind: u32,
     instructions: u32,
@@ -220,7 +225,7 @@ struct LoadAttributes {
 
 /// The part of union bpf_attr that BPF_PROG_ATTACH needs.
 #[repr(C)]
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct AttachAttributes {
     target: u32,
     program: u32,
@@ -228,8 +233,33 @@ struct AttachAttributes {
     flags: u32,
 }
 
+/// The part of union bpf_attr that BPF_PROG_QUERY needs.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct QueryAttributes {
+    target: u32,
+    attach_type: u32,
+    query_flags: u32,
+    attach_flags: u32,
+    ids: u64,
+    count: u32,
+    padding: u32,
+}
+
+/// The part of union bpf_attr that BPF_PROG_GET_FD_BY_ID needs.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct IdAttributes {
+    id: u32,
+    next_id: u32,
+    open_flags: u32,
+}
+
 const BPF_PROG_LOAD: libc::c_long = 5;
 const BPF_PROG_ATTACH: libc::c_long = 8;
+const BPF_PROG_DETACH: libc::c_long = 9;
+const BPF_PROG_GET_FD_BY_ID: libc::c_long = 13;
+const BPF_PROG_QUERY: libc::c_long = 16;
 const BPF_PROG_TYPE_CGROUP_DEVICE: u32 = 15;
 const BPF_CGROUP_DEVICE: u32 = 6;
 const BPF_F_ALLOW_MULTI: u32 = 2;
@@ -257,14 +287,52 @@ fn attach(cgroup: &impl AsFd, program: &OwnedFd) -> io::Result<()> {
     bpf(BPF_PROG_ATTACH, &attributes).map(drop)
 }
 
-fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<i32> {
+fn detach(cgroup: &impl AsFd, program: &OwnedFd) -> io::Result<()> {
+    let attributes = AttachAttributes {
+        target: cgroup.as_fd().as_raw_fd() as u32,
+        program: program.as_raw_fd() as u32,
+        attach_type: BPF_CGROUP_DEVICE,
+        flags: 0,
+    };
+    bpf(BPF_PROG_DETACH, &attributes).map(drop)
+}
+
+/// The ids of the cgroup's own programs. Only the agent attaches any, one at a time.
+fn attached(cgroup: &impl AsFd) -> io::Result<Vec<u32>> {
+    let mut ids = [0_u32; 8];
+    let mut attributes = QueryAttributes {
+        target: cgroup.as_fd().as_raw_fd() as u32,
+        attach_type: BPF_CGROUP_DEVICE,
+        ids: ids.as_mut_ptr() as u64,
+        count: ids.len() as u32,
+        ..Default::default()
+    };
+    bpf_mut(BPF_PROG_QUERY, &mut attributes)?;
+    Ok(ids.into_iter().take(attributes.count as usize).collect())
+}
+
+fn program_with(id: u32) -> io::Result<OwnedFd> {
+    let attributes = IdAttributes {
+        id,
+        ..Default::default()
+    };
+    let fd = bpf(BPF_PROG_GET_FD_BY_ID, &attributes)?;
+    // SAFETY: the kernel has just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn bpf<T: Copy>(command: libc::c_long, attributes: &T) -> io::Result<i32> {
+    bpf_mut(command, &mut { *attributes })
+}
+
+fn bpf_mut<T>(command: libc::c_long, attributes: &mut T) -> io::Result<i32> {
     // SAFETY: the pointer and the size describe `attributes`, whose own pointers its maker keeps
-    // alive; both structures are plain integers without padding.
+    // alive; all these structures are plain integers without hidden padding.
     let result = unsafe {
         libc::syscall(
             libc::SYS_bpf,
             command,
-            std::ptr::from_ref(attributes),
+            std::ptr::from_mut(attributes),
             size_of::<T>(),
         )
     };
@@ -272,4 +340,111 @@ fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<i32> {
         return Err(io::Error::last_os_error());
     }
     Ok(result as i32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rules(json: serde_json::Value) -> Vec<Rule> {
+        let rules: Vec<LinuxDeviceCgroup> = serde_json::from_value(json).unwrap();
+        rules
+            .iter()
+            .filter_map(|rule| translate(rule).unwrap())
+            .collect()
+    }
+
+    /// What the kernel does with a program: the answer to an access.
+    fn answer(program: &[Instruction], kind: i32, access: i32, major: i32, minor: i32) -> u64 {
+        let mut registers = [0_u64; 11];
+        let mut at = 0;
+        loop {
+            let word = program[at];
+            let (opcode, dst, src) = (
+                word as u8,
+                (word >> 8 & 15) as usize,
+                (word >> 12 & 15) as usize,
+            );
+            let (offset, immediate) = ((word >> 16) as i16, (word >> 32) as u32);
+            at += 1;
+            let jump = match opcode {
+                LOAD_WORD => {
+                    let context = [(access << 16 | kind) as u64, major as u64, minor as u64];
+                    registers[dst] = context[offset as usize / 4];
+                    false
+                }
+                AND_IMMEDIATE => {
+                    registers[dst] &= u64::from(immediate);
+                    false
+                }
+                SHIFT_RIGHT => {
+                    registers[dst] >>= immediate;
+                    false
+                }
+                MOVE_REGISTER => {
+                    registers[dst] = registers[src];
+                    false
+                }
+                MOVE_IMMEDIATE => {
+                    registers[dst] = u64::from(immediate);
+                    false
+                }
+                JUMP_EQUAL => registers[dst] == u64::from(immediate),
+                JUMP_NOT_EQUAL => registers[dst] != u64::from(immediate),
+                JUMP_NOT_EQUAL_REGISTER => registers[dst] != registers[src],
+                EXIT => return registers[0],
+                other => panic!("opcode {other:#x}"),
+            };
+            if jump {
+                at += offset as usize;
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_rule_that_fits_decides() {
+        let mut all = rules(serde_json::json!([
+            {"allow": false, "access": "rwm"},
+            {"allow": true, "type": "c", "major": 10, "minor": 229, "access": "rw"},
+            {"allow": true, "type": "b", "major": 254, "access": "rwm"},
+            {"allow": false, "type": "b", "major": 254, "minor": 3, "access": "w"}
+        ]));
+        let program = compile(&all);
+        assert_eq!(answer(&program, CHAR, READ | WRITE, 10, 229), 1);
+        assert_eq!(answer(&program, CHAR, READ, 10, 229), 1);
+        assert_eq!(answer(&program, CHAR, READ | MKNOD, 10, 229), 0);
+        assert_eq!(answer(&program, BLOCK, READ, 10, 229), 0);
+        assert_eq!(answer(&program, BLOCK, WRITE, 254, 2), 1);
+        assert_eq!(answer(&program, BLOCK, WRITE, 254, 3), 0);
+        assert_eq!(answer(&program, BLOCK, READ, 254, 3), 1);
+        assert_eq!(answer(&program, CHAR, READ, 1, 3), 0);
+        all.extend(DEFAULTS);
+        let program = compile(&all);
+        assert_eq!(answer(&program, CHAR, ALL, 1, 3), 1);
+        assert_eq!(answer(&program, CHAR, READ, 1, 11), 0);
+        assert_eq!(answer(&program, CHAR, MKNOD, 1, 11), 1);
+        assert_eq!(answer(&program, CHAR, READ | WRITE, 136, 7), 1);
+    }
+
+    #[test]
+    fn nothing_follows_a_rule_for_everything() {
+        let program = compile(&rules(
+            serde_json::json!([{"allow": false, "access": "rwm"}]),
+        ));
+        // Six to load, two to answer: the kernel refuses what is never reached.
+        assert_eq!(program.len(), 8);
+        assert_eq!(answer(&program, CHAR, READ, 1, 3), 0);
+    }
+
+    #[test]
+    fn strange_rules_are_refused() {
+        for json in [
+            serde_json::json!({"allow": true, "access": "x"}),
+            serde_json::json!({"allow": true, "major": -2, "access": "r"}),
+            serde_json::json!({"allow": true, "major": 5_000_000_000_i64, "access": "r"}),
+        ] {
+            let rule: LinuxDeviceCgroup = serde_json::from_value(json).unwrap();
+            assert!(translate(&rule).unwrap_err().is_invalid());
+        }
+    }
 }

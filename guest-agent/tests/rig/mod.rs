@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use cube_agent::container::Settings;
 use cube_agent::helper::parent::Launcher;
 use cube_agent_protocol::agent::{
-    ConfigureRequest, ContainerRequest, CreateContainerRequest, ExecRequest, Process,
+    ConfigureRequest, ContainerRequest, CreateContainerRequest, Empty, ExecRequest, Process,
     ProcessRequest, ResizePtyRequest, Share, SignalRequest, StatsResponse, Stdio, UpdateRequest,
 };
 use cube_agent_protocol::agent_ttrpc::AgentClient;
@@ -24,11 +24,14 @@ const AGENT_DIR: &str = "CUBE_AGENT_TEST_DIR";
 
 pub type Failure = (Code, String);
 
+/// The address of a guest's network interface.
+pub const MAC: &str = "02:00:00:00:00:01";
+
 /// A test and its name.
 pub type Test = (&'static str, fn(&Harness));
 
 /// Runs tests one after the other, or the agent if that is what this process is for.
-pub fn run(tests: &[Test]) -> ExitCode {
+pub fn run(tests: &[Test], guest_tests: &[Test]) -> ExitCode {
     if let Some(dir) = std::env::var_os(AGENT_DIR) {
         return run_agent(Path::new(&dir));
     }
@@ -47,13 +50,13 @@ pub fn run(tests: &[Test]) -> ExitCode {
     );
     prepare_mounts();
     let guest = std::env::var_os("CUBE_TEST_KVM").map(|_| Guest::new());
-    let places = [(None, "")]
-        .into_iter()
-        .chain(guest.as_ref().map(|guest| (Some(guest), " in a guest")));
+    let here = tests.iter().map(|test| (None, test, ""));
+    let there = guest.iter().flat_map(|guest| {
+        let tests = tests.iter().chain(guest_tests);
+        tests.map(move |test| (Some(guest), test, " in a guest"))
+    });
     let mut failed = 0;
-    for ((guest, place), (name, test)) in
-        places.flat_map(|place| tests.iter().map(move |test| (place, test)))
-    {
+    for (guest, (name, test), place) in here.chain(there) {
         let name = format!("{name}{place}");
         if filter
             .as_ref()
@@ -157,7 +160,9 @@ impl Guest {
         let config = json!({
             "kernel": self.kernel,
             "initramfs": self.initramfs.path(),
-            "cmdline": "console=hvc0 reboot=k panic=-1 quiet",
+            "cmdline": "console=hvc0 reboot=k panic=-1 quiet maxcpus=1",
+            "vcpus": 2,
+            "networks": [{"tap": "cube-test0", "mac": MAC}],
             "memory_mib": 512,
             "vsock": {"path": dir.join("v")},
             "shares": [{"tag": SHARE_TAG, "path": dir}],
@@ -514,6 +519,20 @@ impl Agent {
             .await
             .map(drop)
             .map_err(failure)
+    }
+
+    pub async fn drop_caches(&self) -> Result<(), Failure> {
+        let empty = Empty::new();
+        self.client
+            .drop_caches(context(), &empty)
+            .await
+            .map(drop)
+            .map_err(failure)
+    }
+
+    /// The answer may be lost with the machine.
+    pub async fn shutdown(&self) {
+        let _ = self.client.shutdown(context(), &Empty::new()).await;
     }
 
     /// Creates and starts a container without streams.
