@@ -109,10 +109,15 @@ pub fn adapt(
         .map_err(|e| SpecError::Invalid("root", e.to_string()))?;
     let hostname = spec.hostname().clone().unwrap_or_default();
     let domainname = spec.domainname().clone().unwrap_or_default();
-    check_mounts(spec.mounts().as_deref().unwrap_or_default())?;
+    let mut mounts = spec.mounts().clone().unwrap_or_default();
+    check_mounts(&mounts)?;
+    if user_namespace {
+        mounts.iter_mut().for_each(bind_the_pods);
+    }
     spec.set_root(Some(root))
         .set_process(Some(process))
         .set_linux(Some(linux))
+        .set_mounts(Some(mounts))
         .set_hostname(None)
         .set_domainname(None);
     Ok(Adapted {
@@ -321,6 +326,22 @@ pub fn sysctl_path(key: &str) -> String {
             .collect(),
         _ => key.to_owned(),
     }
+}
+
+/// A user namespace may only mount the file systems of namespaces that are its own, and the pod's
+/// network and IPC are not: it gets the guest's mounts of them.
+fn bind_the_pods(mount: &mut Mount) {
+    let source = match mount.typ().as_deref() {
+        Some("sysfs") => "/sys",
+        Some("mqueue") => "/dev/mqueue",
+        _ => return,
+    };
+    let mut options = mount.options().clone().unwrap_or_default();
+    options.push("rbind".into());
+    mount
+        .set_typ(Some("bind".into()))
+        .set_source(Some(source.into()))
+        .set_options(Some(options));
 }
 
 fn check_mounts(mounts: &[Mount]) -> Result<(), SpecError> {

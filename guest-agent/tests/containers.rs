@@ -23,7 +23,7 @@ macro_rules! tests {
 }
 
 /// Here, and in a guest too if there is KVM.
-const TESTS: [rig::Test; 20] = tests![
+const TESTS: [rig::Test; 21] = tests![
     a_container_says_hello_and_exits_with_its_code = hello,
     signals_end_a_container_with_128_and_the_number = signals,
     a_missing_program_fails_in_create_in_runcs_words = missing_program,
@@ -41,6 +41,7 @@ const TESTS: [rig::Test; 20] = tests![
     processes_and_figures_are_those_of_the_container = figures,
     devices_are_filtered = devices,
     seccomp_filters_init_and_exec = seccomp,
+    a_user_namespace_is_the_containers_and_its_execs = user_namespace,
     every_call_answers_wrong_names_and_states = wrong_calls,
     fifty_containers_at_once_leave_nothing = many,
     past_its_memory_limit_a_container_is_killed = memory_limit,
@@ -775,7 +776,8 @@ async fn settings(agent: Agent) {
     for part in [
         "default via 10.9.0.1 dev net0",
         "default via fd09::1 dev net0",
-        "10.9.0.1 lladdr 02:00:00:00:00:09 PERMANENT",
+        "10.9.0.1 lladdr 02:00:00:00:00:09 ",
+        "PERMANENT",
     ] {
         assert!(out.contains(part), "{part:?} is not in {out}");
     }
@@ -831,4 +833,41 @@ async fn bad_settings(agent: Agent) {
     request.sysctls.insert("net.no.such".into(), "1".into());
     let (_, message) = agent.configure(&request).await.unwrap_err();
     assert!(message.contains("net.no.such"), "{message}");
+}
+
+async fn user_namespace(agent: Agent) {
+    let mut spec = spec(&[
+        "sh",
+        "-c",
+        "id -u; cat /proc/self/uid_map | tr -s ' '; ls -d /sys/class/net/lo; echo > /dev/shm/x && echo made; read line",
+    ]);
+    let mappings = json!([{"containerID": 0, "hostID": 100_000, "size": 1000}]);
+    spec["linux"]["uidMappings"] = mappings.clone();
+    spec["linux"]["gidMappings"] = mappings;
+    spec["linux"]["namespaces"]
+        .as_array_mut()
+        .unwrap()
+        .push(json!({"type": "user"}));
+    if !agent.in_guest && !std::path::Path::new("/dev/mqueue").exists() {
+        // Such a container gets the machine's, and this machine has none.
+        let mounts = spec["mounts"].as_array_mut().unwrap();
+        mounts.retain(|mount| mount["type"] != "mqueue");
+    }
+    let io = agent.streams(false);
+    agent.create("u", &spec, &io).await.unwrap();
+    agent.start("u").await.unwrap();
+    let mut stdout = io.stdout().await;
+    assert_eq!(
+        stdout.read_until("made\n").await,
+        "0\n 0 100000 1000\n/sys/class/net/lo\nmade\n"
+    );
+    let mut process = exec_process(&[
+        "sh",
+        "-c",
+        "id -u; cat /proc/self/uid_map | tr -s ' '; echo again > /dev/stdout",
+    ]);
+    process["user"] = json!({"uid": 33, "gid": 33});
+    let (status, out) = agent.exec_collect("u", "e", &process).await;
+    assert_eq!((status, out.as_str()), (0, "33\n 0 100000 1000\nagain\n"));
+    agent.end("u").await;
 }

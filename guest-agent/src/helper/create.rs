@@ -41,7 +41,7 @@ pub fn create(order: &CreateOrder, document: &[u8], control: &Control) -> Result
 
 fn build(
     order: &CreateOrder,
-    adapted: Adapted,
+    mut adapted: Adapted,
     cgroup: &Cgroup,
     control: &Control,
 ) -> Result<i32, ChildError> {
@@ -64,6 +64,11 @@ fn build(
     make_working_directory(&adapted.spec, &order.rootfs, process.cwd())?;
     let owner = guest_uid(adapted.base.uid_mappings.as_deref(), process.user().uid());
     give_streams(owner)?;
+    // libcontainer looks a missing HOME up by getpwuid(3), which in a static program loads the
+    // container's own NSS modules into this process. The executor has the real environment.
+    if let Some(process) = adapted.spec.process_mut() {
+        process.set_env(Some(vec!["HOME=/".into()]));
+    }
     write(&order.dir.join("config.json"), &adapted.spec)?;
     write(&order.dir.join(EXEC_BASE), &adapted.base)?;
     let state = order.dir.join(STATE);
