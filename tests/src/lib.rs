@@ -17,7 +17,7 @@ pub const BUSYBOX: &str = "localhost/cube/busybox:latest";
 pub const DEBIAN: &str = "localhost/cube/debian:latest";
 
 /// No command of a test takes longer; one that hangs ends with 124.
-const LIMIT: &str = "240";
+const LIMIT: &str = "400";
 
 /// The value of a variable that `tests/run-all` sets.
 pub fn setting(name: &str) -> String {
