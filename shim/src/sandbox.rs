@@ -163,14 +163,12 @@ impl Sandbox {
 
     /// Ends everything: the shim was told to go.
     pub async fn end(&self) {
-        let machine = self.machine.lock().await.take();
-        if let Some(machine) = &machine {
+        let _ = std::fs::remove_file(&self.socket);
+        let tasks = self.tasks.forget_all();
+        if let Some(machine) = self.machine.lock().await.take() {
             machine.guest.cut_off("the shim was told to end");
             machine.guest.end().await;
-        }
-        let _ = std::fs::remove_file(&self.socket);
-        self.tasks.forget_all();
-        if let Some(machine) = machine {
+            drop(tasks);
             machine.power_off().await;
         }
     }

@@ -176,12 +176,11 @@ impl Tasks {
         table.entries.is_empty() && table.reserved.is_empty()
     }
 
-    /// Forgets all tasks and removes what they have on the host. Their machine has ended.
-    pub fn forget_all(&self) {
+    /// Forgets all tasks, without an event: containerd tells of the end of a shim that leaves it
+    /// itself. The result removes what they have on the host.
+    pub fn forget_all(&self) -> Vec<Undo> {
         let entries = std::mem::take(&mut self.lock().entries);
-        for (_, mut entry) in entries {
-            entry.container.deleted(Exit::killed());
-        }
+        entries.into_values().map(|entry| entry.undo).collect()
     }
 
     /// The process id that stands for a task; 0 if there is no such task.
