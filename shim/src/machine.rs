@@ -323,8 +323,13 @@ fn configuration(spec: &Spec, vcpus: u8) -> io::Result<ConfigureRequest> {
     let since_epoch = SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
         .unwrap_or_default();
+    // A new UTS namespace on the host would have the host's name, until another is given.
+    let hostname = match spec.hostname() {
+        "" => nix::unistd::gethostname()?.to_string_lossy().into_owned(),
+        name => name.to_owned(),
+    };
     Ok(ConfigureRequest {
-        hostname: spec.hostname().to_owned(),
+        hostname,
         domainname: spec.domainname().to_owned(),
         entropy,
         wall_clock_ns: i64::try_from(since_epoch.as_nanos()).unwrap_or(0),

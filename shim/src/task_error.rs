@@ -52,7 +52,11 @@ impl TaskError {
             Self::Guest {
                 source: GuestError::Refused(status),
                 ..
-            } => status.code(),
+            } => match status.code() {
+                // runc's shim has no code for what the runtime refuses, and clients append its name.
+                Code::INVALID_ARGUMENT | Code::INTERNAL => Code::UNKNOWN,
+                code => code,
+            },
             Self::Guest { .. } | Self::Host(_) => Code::UNKNOWN,
         }
     }
