@@ -25,6 +25,13 @@ static LOGGER: OnceLock<KernelLog> = OnceLock::new();
 /// Starts logging in the agent. Without /dev/kmsg (in tests) messages go to standard error.
 pub fn start(level: LevelFilter) {
     install(level, None);
+    if level > LevelFilter::Warn {
+        // Else the kernel lets ten lines through in five seconds (printk_devkmsg in
+        // Documentation/admin-guide/sysctl/kernel.rst).
+        if let Err(error) = std::fs::write("/proc/sys/kernel/printk_devkmsg", "on") {
+            log::warn!("Some messages will be lost: {error}");
+        }
+    }
 }
 
 /// Starts logging in a helper, and keeps errors for [`first_error`].

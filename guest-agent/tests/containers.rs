@@ -175,7 +175,10 @@ async fn refused(agent: Agent) {
             missing_mount,
             r#"error mounting "/no/such" to rootfs at "/data": stat /no/such: no such file or directory"#,
         ),
-        (bad_mount, "/data"),
+        (
+            bad_mount,
+            r#"error mounting "x" to rootfs at "/data": no such device"#,
+        ),
     ] {
         let (code, message) = agent.create("r", &spec, &io).await.unwrap_err();
         assert!(message.contains(words), "{code:?} {message}");

@@ -12,7 +12,7 @@ use oci_spec::runtime::{LinuxIdMapping, Mount, Spec};
 
 use super::child::{ChildError, Control};
 use super::executor::{InitExecutor, in_words};
-use super::{CreateOrder, EXEC_BASE};
+use super::{CreateOrder, EXEC_BASE, mount_error};
 use crate::cgroup::Cgroup;
 use crate::spec::{self, Adapted};
 
@@ -92,11 +92,15 @@ fn build(
         })
         .and_then(|builder| builder.build())
         .map_err(|e| {
-            let mut message = crate::error::chain(&e);
-            if let Some(first) = crate::logger::first_error() {
-                message = format!("{first} ({message})");
-            }
-            during_init(ChildError::Failed(message))
+            let message = crate::error::chain(&e);
+            let Some(first) = crate::logger::first_error() else {
+                return during_init(ChildError::Failed(message));
+            };
+            let mounts = adapted.spec.mounts().as_deref().unwrap_or_default();
+            during_init(match mount_error::explain(&first, mounts, &order.dir) {
+                Some(message) => ChildError::Invalid(message),
+                None => ChildError::Failed(format!("{first} ({message})")),
+            })
         })?;
     container
         .pid()

@@ -12,6 +12,7 @@ pub mod child;
 pub mod create;
 mod exec;
 mod executor;
+mod mount_error;
 pub mod parent;
 pub mod terminal;
 
