@@ -4,6 +4,8 @@
 //! living daemon holds is left alone, what is gone already is no error.
 
 use std::io::{self, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::api::DeleteResponse;
@@ -65,10 +67,59 @@ fn clean_up(namespace: &str, id: &str, bundle: &Path) -> Result<(), DeleteError>
     let sandbox = group.filter(|group| check_name("group", group).is_ok());
     let path = StateDir::path_of(namespace, sandbox.as_deref().unwrap_or(id));
     match state::remove_dead(&path) {
+        Ok(()) => remove_socket(bundle),
         // The daemon lives, and cleans up itself when its tasks are deleted.
-        Ok(()) | Err(StateError::InUse(_)) => {}
+        Err(StateError::InUse(_)) => {}
         Err(e) => return Err(e.into()),
     }
     let rootfs = bundle.join("rootfs");
     unmount(&rootfs).map_err(|e| DeleteError::Unmount(rootfs, e))
+}
+
+/// Removes the socket that the bundle's daemon served on, unless it is served on.
+fn remove_socket(bundle: &Path) {
+    let Ok(address) = std::fs::read_to_string(bundle.join("address")) else {
+        return;
+    };
+    let Some(path) = address.strip_prefix("unix://").map(Path::new) else {
+        return;
+    };
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
+    if is_socket && UnixStream::connect(path).is_err() {
+        let _ = std::fs::remove_file(path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn a_dead_daemons_socket_is_removed_and_a_living_ones_is_not() {
+        let bundle = tempfile::tempdir().unwrap();
+        let path = bundle.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::fs::write(bundle.path().join("address"), crate::socket::address(&path)).unwrap();
+        remove_socket(bundle.path());
+        assert!(path.exists());
+        drop(listener);
+        remove_socket(bundle.path());
+        assert!(!path.exists());
+        // Again, as containerd may.
+        remove_socket(bundle.path());
+    }
+
+    #[test]
+    fn a_clean_up_of_what_never_was_is_no_error() {
+        let bundle = tempfile::tempdir().unwrap();
+        clean_up("cube-test-namespace", "never-was", bundle.path()).unwrap();
+        clean_up(
+            "cube-test-namespace",
+            "never-was",
+            &bundle.path().join("gone"),
+        )
+        .unwrap();
+    }
 }
