@@ -4,27 +4,26 @@
 //! an await; the list of containers has another. So no call waits for another one's work, except
 //! that a container's end waits for the execs that are being made in it.
 
+mod make;
+mod state;
+
 use std::collections::HashMap;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use cube_agent_protocol::agent;
-use nix::unistd::Uid;
 use oci_spec::runtime::LinuxResources;
-use tokio::net::UnixListener;
-use tokio::sync::{RwLock, watch};
 
 use crate::cgroup::{Cgroup, CgroupError};
-use crate::helper::create::{CONSOLE_SOCKET, INNER_ID, STATE};
-use crate::helper::parent::{Helper, HelperError, Launcher};
-use crate::helper::{CreateOrder, ExecOrder, Order, Report, terminal};
-use crate::process::Process;
+use crate::helper::parent::{HelperError, Launcher};
 use crate::reaper::{Exit, Reaper, exited};
-use crate::stdio::{Connections, Stage, StdioError};
+use crate::stdio::StdioError;
 use crate::transport::Connector;
+use make::character_count;
+pub use state::Container;
+use state::{Phase, lock, no_process};
 
 /// A call on containers that did not work.
 #[derive(Debug, thiserror::Error)]
@@ -94,57 +93,6 @@ pub struct Containers {
     all: Mutex<HashMap<String, Arc<Container>>>,
 }
 
-/// A container.
-pub struct Container {
-    id: String,
-    dir: PathBuf,
-    cgroup_path: String,
-    cgroup: Cgroup,
-    inner: Mutex<Inner>,
-    /// Read while an exec is made, written when the init has ended.
-    making: RwLock<()>,
-}
-
-#[derive(Default)]
-struct Inner {
-    phase: Phase,
-    init: Option<Init>,
-    /// None while an exec is being made.
-    execs: HashMap<String, Option<Arc<Process>>>,
-}
-
-#[derive(Clone)]
-struct Init {
-    process: Arc<Process>,
-    pidfd: Arc<OwnedFd>,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Phase {
-    #[default]
-    Creating,
-    Created,
-    Running,
-    Pausing,
-    Paused,
-    Stopped,
-    Deleting,
-}
-
-impl Phase {
-    fn word(self) -> &'static str {
-        match self {
-            Self::Creating => "being created",
-            Self::Created => "not started",
-            Self::Running => "running",
-            Self::Pausing => "being paused",
-            Self::Paused => "paused",
-            Self::Stopped => "stopped",
-            Self::Deleting => "being deleted",
-        }
-    }
-}
-
 impl Containers {
     /// No containers yet.
     pub fn new(settings: Settings, reaper: Arc<Reaper>) -> Self {
@@ -182,15 +130,7 @@ impl Containers {
                 format!("{id:?}"),
             ));
         }
-        let cgroup_path = format!("{}/{id}", self.settings.cgroup);
-        let container = Arc::new(Container {
-            id: id.to_owned(),
-            dir: self.settings.dir.join(id),
-            cgroup: Cgroup::existing(&cgroup_path),
-            cgroup_path,
-            inner: Mutex::default(),
-            making: RwLock::default(),
-        });
+        let container = Arc::new(Container::new(id, &self.settings));
         let mut all = lock(&self.all);
         if all.contains_key(id) {
             return Err(ContainerError::Exists("container", id.to_owned()));
@@ -206,40 +146,6 @@ impl Containers {
             log::warn!("Cannot remove {}: {error}", container.dir.display());
         }
         lock(&self.all).remove(&container.id);
-    }
-
-    async fn make_container(
-        &self,
-        container: &Arc<Container>,
-        request: &agent::CreateContainerRequest,
-    ) -> Result<u32> {
-        let stdio = request.stdio.clone().unwrap_or_default();
-        fs::create_dir(&container.dir)
-            .map_err(|e| ContainerError::System("make the container's directory", e))?;
-        let order = Order::Create(CreateOrder {
-            id: request.id.clone(),
-            dir: container.dir.clone(),
-            rootfs: PathBuf::from(&request.rootfs),
-            cgroup: container.cgroup_path.clone(),
-            terminal: stdio.terminal,
-        });
-        let made = self
-            .make_process(&order, &request.spec, &stdio, container, None)
-            .await?;
-        let pidfd = open_pidfd(made.process.pid)
-            .map_err(|e| ContainerError::System("watch the container's init", e))?;
-        let pid = made.process.pid;
-        {
-            let mut inner = lock(&container.inner);
-            inner.phase = Phase::Created;
-            inner.init = Some(Init {
-                process: made.process.clone(),
-                pidfd: Arc::new(pidfd),
-            });
-        }
-        made.helper.go_on()?;
-        tokio::spawn(container.clone().watch_init(made.process));
-        Ok(pid as u32)
     }
 
     /// Starts another process in a running container. Returns its PID.
@@ -285,94 +191,6 @@ impl Containers {
                 Err(error)
             }
         }
-    }
-
-    async fn make_exec(
-        &self,
-        container: &Container,
-        request: &agent::ExecRequest,
-        init: &Init,
-    ) -> Result<Made> {
-        let stdio = request.stdio.clone().unwrap_or_default();
-        let terminal = match stdio.terminal {
-            true => Some((
-                character_count(stdio.width)?,
-                character_count(stdio.height)?,
-            )),
-            false => None,
-        };
-        let order = Order::Exec(ExecOrder {
-            dir: container.dir.clone(),
-            cgroup: container.cgroup_path.clone(),
-            init: init.process.pid,
-            terminal,
-        });
-        self.make_process(
-            &order,
-            &request.process,
-            &stdio,
-            container,
-            Some(&init.pidfd),
-        )
-        .await
-    }
-
-    /// What create and exec have in common: streams, helper, terminal, registration. The helper
-    /// waits for a last word, until which the process cannot become a child of PID 1.
-    async fn make_process(
-        &self,
-        order: &Order,
-        document: &[u8],
-        stdio: &agent::Stdio,
-        container: &Container,
-        init: Option<&OwnedFd>,
-    ) -> Result<Made> {
-        let size = (
-            character_count(stdio.width)?,
-            character_count(stdio.height)?,
-        );
-        let connections = Connections::open(&self.settings.connect, stdio).await?;
-        let stage = watch::Sender::new(Stage::Open);
-        let start = |streams| {
-            self.settings.launcher.start(
-                &self.reaper,
-                order,
-                document,
-                streams,
-                init.map(OwnedFd::as_fd),
-            )
-        };
-        let (helper, terminal) = match order {
-            _ if !stdio.terminal => {
-                let streams = connections.pipes(&stage.subscribe())?;
-                (start(streams)?, None)
-            }
-            Order::Create(_) => {
-                let listener = listen_for_console(container)?;
-                let helper = start(crate::stdio::nulls()?)?;
-                let master = init_terminal(&helper, &listener, size).await?;
-                helper.go_on()?;
-                (
-                    helper,
-                    Some(connections.terminal(master, &stage.subscribe())?),
-                )
-            }
-            Order::Exec(_) => {
-                let helper = start(crate::stdio::nulls()?)?;
-                let (_, master) = helper.report().await?;
-                let master = master.ok_or_else(|| {
-                    ContainerError::System("open a terminal", io::Error::other("none came"))
-                })?;
-                (
-                    helper,
-                    Some(connections.terminal(master, &stage.subscribe())?),
-                )
-            }
-        };
-        let pid = helper.made().await?;
-        let collected = self.reaper.register(pid);
-        let process = Arc::new(Process::new(pid, collected, stage, terminal));
-        Ok(Made { process, helper })
     }
 
     /// Lets a created container's init become the user's program.
@@ -575,200 +393,6 @@ impl Containers {
     }
 }
 
-/// A process that was made and whose helper waits for its last word.
-struct Made {
-    process: Arc<Process>,
-    helper: Helper,
-}
-
-impl Container {
-    /// After the init's end: ends what is left in the container, and publishes the init's exit when
-    /// nothing is. So an exec's exit always comes before its container's.
-    async fn watch_init(self: Arc<Self>, init: Arc<Process>) {
-        let Some(exit) = exited(init.collected()).await else {
-            return;
-        };
-        {
-            let mut inner = lock(&self.inner);
-            if inner.phase != Phase::Deleting {
-                inner.phase = Phase::Stopped;
-            }
-        }
-        self.end_rest().await;
-        // An exec in the making finds its process killed, and comes to an end.
-        let _no_more = self.making.write().await;
-        self.end_rest().await;
-        for process in self.processes() {
-            if process.pid != init.pid {
-                exited(process.exit()).await;
-            }
-        }
-        init.publish(exit);
-    }
-
-    /// After a failed create: whatever there is of it.
-    async fn clean_up(&self) {
-        if !self.cgroup.exists() {
-            return;
-        }
-        self.end_rest().await;
-        if let Err(error) = self.cgroup.remove() {
-            log::warn!("Container {}: {}", self.id, crate::error::chain(&error));
-        }
-    }
-
-    async fn end_rest(&self) {
-        let ended = match self.cgroup.kill() {
-            Ok(()) => self.cgroup.empty().await,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = ended {
-            log::error!(
-                "Container {}: cannot end what its init left: {}",
-                self.id,
-                crate::error::chain(&error)
-            );
-        }
-    }
-
-    /// The init and all execs.
-    fn processes(&self) -> Vec<Arc<Process>> {
-        let inner = lock(&self.inner);
-        let init = inner.init.iter().map(|init| &init.process);
-        init.chain(inner.execs.values().flatten())
-            .cloned()
-            .collect()
-    }
-
-    fn process(&self, exec: &str) -> Result<Arc<Process>> {
-        let inner = lock(&self.inner);
-        let found = match exec {
-            "" => inner.init.as_ref().map(|init| init.process.clone()),
-            exec => inner.execs.get(exec).cloned().flatten(),
-        };
-        found.ok_or_else(|| no_process(&self.id, exec))
-    }
-
-    fn delete_exec(&self, exec: &str) -> Result<Exit> {
-        let process = self.process(exec)?;
-        let Some(exit) = process.exited() else {
-            return Err(ContainerError::State {
-                action: "delete a process of",
-                id: self.id.clone(),
-                state: "running",
-            });
-        };
-        // Whoever takes it out has deleted it.
-        if lock(&self.inner).execs.remove(exec).is_none() {
-            return Err(no_process(&self.id, exec));
-        }
-        process.finish_streams();
-        Ok(exit)
-    }
-
-    fn signal_all(&self, signal: i32) -> Result<()> {
-        if lock(&self.inner).phase == Phase::Stopped {
-            return Err(ContainerError::Finished);
-        }
-        if signal == libc::SIGKILL {
-            return Ok(self.cgroup.kill()?);
-        }
-        for pid in self.cgroup.processes()? {
-            // SAFETY: kill(2) has no memory arguments. A process that has ended since is no harm:
-            // its number comes round only after all others.
-            unsafe { libc::kill(pid as i32, signal) };
-        }
-        Ok(())
-    }
-
-    fn change_phase(&self, action: &'static str, from: Phase, to: Phase) -> Result<()> {
-        let mut inner = lock(&self.inner);
-        if inner.phase != from {
-            return Err(self.wrong_state(action, inner.phase));
-        }
-        inner.phase = to;
-        Ok(())
-    }
-
-    fn wrong_state(&self, action: &'static str, phase: Phase) -> ContainerError {
-        ContainerError::State {
-            action,
-            id: self.id.clone(),
-            state: phase.word(),
-        }
-    }
-
-    /// Resolves when the init has been collected.
-    async fn init_exit(&self) {
-        let collected = lock(&self.inner)
-            .init
-            .as_ref()
-            .map(|init| init.process.collected());
-        if let Some(collected) = collected {
-            exited(collected).await;
-        }
-    }
-
-    /// libcontainer's init waits for a connection to this socket, and its end.
-    fn notify_init(&self) -> io::Result<()> {
-        let state = fs::File::open(self.dir.join(STATE).join(INNER_ID))?;
-        // The path may be longer than a socket's address can be; the descriptor's is not.
-        let path = format!("/proc/self/fd/{}/notify.sock", state.as_raw_fd());
-        std::os::unix::net::UnixStream::connect(path).map(drop)
-    }
-}
-
-/// Listens where libcontainer will hand over the terminal of a container's init.
-fn listen_for_console(container: &Container) -> Result<UnixListener> {
-    let listen = || -> io::Result<UnixListener> {
-        let dir = fs::File::open(&container.dir)?;
-        UnixListener::bind(format!(
-            "/proc/self/fd/{}/{CONSOLE_SOCKET}",
-            dir.as_raw_fd()
-        ))
-    };
-    listen().map_err(|e| ContainerError::System("listen for the terminal", e))
-}
-
-/// Receives the terminal of a container's init, and gives it its owner and size.
-async fn init_terminal(
-    helper: &Helper,
-    listener: &UnixListener,
-    (columns, rows): (u16, u16),
-) -> Result<OwnedFd> {
-    let failed = |e| ContainerError::System("take over the terminal", e);
-    let owner = match helper.report().await? {
-        (Report::Building { owner }, _) => owner,
-        (report, _) => return Err(failed(io::Error::other(format!("{report:?} came")))),
-    };
-    let accepted = tokio::select! {
-        accepted = listener.accept() => accepted.map_err(failed)?,
-        // Nothing but a failure is reported before the terminal.
-        failure = helper.made() => {
-            failure?;
-            return Err(failed(io::Error::other("none came")));
-        }
-    };
-    let (socket, _) = accepted;
-    let master = loop {
-        socket.readable().await.map_err(failed)?;
-        let received = socket.try_io(tokio::io::Interest::READABLE, || {
-            crate::helper::parent::receive_fd(socket.as_fd())
-        });
-        match received {
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => continue,
-            received => break received.map_err(failed)?,
-        }
-    };
-    let settle = || -> io::Result<()> {
-        let slave = terminal::slave_of(&master)?;
-        nix::unistd::fchown(slave.as_raw_fd(), Some(Uid::from_raw(owner)), None)?;
-        terminal::set_size(slave.as_fd(), columns, rows)
-    };
-    settle().map_err(failed)?;
-    Ok(master)
-}
-
 /// Runs what may take a while elsewhere than in the event loop.
 async fn on_thread<T: Send + 'static>(
     work: impl FnOnce() -> std::result::Result<T, CgroupError> + Send + 'static,
@@ -780,30 +404,4 @@ async fn on_thread<T: Send + 'static>(
             io::Error::other(error),
         )),
     }
-}
-
-fn open_pidfd(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: pidfd_open(2) has no memory arguments; its descriptor is close-on-exec.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just made this descriptor for us.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
-}
-
-fn character_count(count: u32) -> Result<u16> {
-    u16::try_from(count)
-        .map_err(|_| ContainerError::Invalid("the terminal's size", count.to_string()))
-}
-
-fn no_process(container: &str, exec: &str) -> ContainerError {
-    ContainerError::NoProcess {
-        container: container.to_owned(),
-        exec: exec.to_owned(),
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -207,7 +207,7 @@ impl<'a> Harness<'a> {
             .unwrap();
         runtime.block_on(async {
             let (agent, mut child) = Agent::launch(self.dir.path(), self.guest).await;
-            let test = tokio::time::timeout(std::time::Duration::from_secs(120), test(agent));
+            let test = tokio::time::timeout(std::time::Duration::from_secs(600), test(agent));
             test.await.expect("the test takes too long");
             // Its connection has ended with the test.
             let status = tokio::task::spawn_blocking(move || child.wait().unwrap());

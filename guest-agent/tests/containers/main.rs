@@ -1,0 +1,56 @@
+//! The agent with real containers, on this machine instead of in a guest: its service over Unix
+//! sockets, its helpers, cgroups, namespaces and streams are what they are in a guest.
+//!
+//! Needs root. The agent collects every orphan, so it runs in a process of its own: this program
+//! once more. With `CUBE_TEST_KVM=1` everything is done again with the agent as PID 1 of a guest, of
+//! the kernel that `CUBE_KERNEL` names on the hypervisor that `CUBE_HYPERVISOR` names.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod guest;
+mod isolation;
+mod lifecycle;
+mod rig;
+mod streams;
+
+/// A list of tests: names and functions.
+macro_rules! tests {
+    ($($name:ident = $test:path,)*) => {
+        [$((stringify!($name), |harness| harness.block($test)),)*]
+    };
+}
+
+/// Here, and in a guest too if there is KVM.
+const TESTS: [rig::Test; 21] = tests![
+    a_container_says_hello_and_exits_with_its_code = lifecycle::hello,
+    signals_end_a_container_with_128_and_the_number = lifecycle::signals,
+    a_missing_program_fails_in_create_in_runcs_words = lifecycle::missing_program,
+    create_refuses_what_it_cannot_do = lifecycle::refused,
+    identity_environment_and_limits_are_the_specs = isolation::identity,
+    stdin_ends_by_shutdown_and_by_close_stdin = streams::stdin_ends,
+    sixty_four_mebibytes_arrive_on_both_outputs_and_through_stdin = streams::big_streams,
+    a_process_that_ignores_its_streams_does_no_harm = streams::careless_streams,
+    an_exec_runs_in_the_container = isolation::exec,
+    an_exec_with_a_background_child_ends_and_its_output_with_delete = streams::background,
+    what_init_leaves_behind_ends_with_it = lifecycle::leftovers,
+    an_execs_exit_comes_before_its_containers = lifecycle::exec_exit_first,
+    a_terminal_has_size_owner_and_job_control = streams::terminal,
+    pause_stops_and_resume_goes_on = lifecycle::pause,
+    processes_and_figures_are_those_of_the_container = lifecycle::figures,
+    devices_are_filtered = isolation::devices,
+    seccomp_filters_init_and_exec = isolation::seccomp,
+    a_user_namespace_is_the_containers_and_its_execs = isolation::user_namespace,
+    every_call_answers_wrong_names_and_states = lifecycle::wrong_calls,
+    fifty_containers_at_once_leave_nothing = lifecycle::many,
+    past_its_memory_limit_a_container_is_killed = lifecycle::memory_limit,
+];
+
+/// In a guest only.
+const GUEST_TESTS: [rig::Test; 2] = tests![
+    guest_wide_settings_take_effect = guest::settings,
+    settings_that_cannot_be_made_are_refused_by_name = guest::bad_settings,
+];
+
+fn main() -> std::process::ExitCode {
+    rig::run(&TESTS, &GUEST_TESTS)
+}
