@@ -1,7 +1,7 @@
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -38,7 +38,7 @@ fn image() -> (TempDir, PathBuf) {
     (dir, path)
 }
 
-fn block(path: &PathBuf, read_only: bool) -> Block {
+fn block(path: &Path, read_only: bool) -> Block {
     Block::new(Some(Disk::open(path, read_only).unwrap()), "serial-1").unwrap()
 }
 
