@@ -10,6 +10,7 @@ pub mod cli;
 pub mod console;
 pub mod control;
 pub mod cpu;
+pub mod descriptors;
 pub mod devices;
 pub mod ending;
 pub mod exits;

@@ -2,7 +2,7 @@
 //!
 //! Every open file of a guest is a descriptor here, and so is every inode that a share holds on to.
 //! The rest of the process must always find free ones, whatever a guest does, so shares take theirs
-//! from a budget that leaves [`RESERVE`] of the limit (`RLIMIT_NOFILE`) alone.
+//! from a budget, which [`Parts`] sets.
 
 use std::fs::File;
 use std::ops::Deref;
@@ -11,35 +11,17 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Descriptors that shares leave to everybody else in the process.
-pub const RESERVE: u64 = 512;
+use crate::descriptors::Parts;
 
 /// How many descriptors may still be taken.
 pub struct Budget(AtomicU64);
 
 impl Budget {
-    /// The process's. The first call raises the process's limit as far as it goes.
+    /// The process's: the [part of the shares](Parts::shares).
     pub fn of_process() -> &'static Self {
         static BUDGET: OnceLock<Budget> = OnceLock::new();
-        BUDGET.get_or_init(|| {
-            let limit = getrlimit(Resource::Nofile);
-            if limit.current != limit.maximum {
-                let raised = Rlimit {
-                    current: limit.maximum,
-                    maximum: limit.maximum,
-                };
-                if let Err(e) = setrlimit(Resource::Nofile, raised) {
-                    log::warn!("Cannot raise the limit of open files: {e}");
-                }
-            }
-            let limit = getrlimit(Resource::Nofile).current;
-            // Without any limit the system's own is nearer than this.
-            Self(AtomicU64::new(
-                limit.unwrap_or(1 << 30).saturating_sub(RESERVE),
-            ))
-        })
+        BUDGET.get_or_init(|| Self(AtomicU64::new(Parts::of_process().shares)))
     }
 
     /// One of its own, of `left` descriptors.

@@ -14,13 +14,30 @@ use super::credit::SHARED_GRANTS;
 use super::line::Line;
 use super::packet::{ANY_PORT, HOST_CID, Header, TYPE_STREAM, op};
 use super::socket::{Listener, read_line};
+use crate::descriptors::Parts;
 use crate::virtio::queue::Segments;
 
-/// The most connections; a guest or a client that asks for one more is refused.
-pub const MAX_CONNECTIONS: usize = 4096;
+/// How many sockets there may be.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The most connections; a guest or a client that asks for one more is refused.
+    pub connections: usize,
+    /// The most clients that have not written their line yet; one more, and the oldest is shut out.
+    pub handshakes: usize,
+}
 
-/// The most clients that have not written their line yet; one more, and the oldest is shut out.
-pub const MAX_HANDSHAKES: usize = 512;
+impl Limits {
+    /// What vsock's part of the process's descriptors allows: 4096 connections and 512
+    /// handshakes, if the process may have a few times as many.
+    pub fn of_process() -> Self {
+        let sockets = Parts::of_process().sockets as usize;
+        let handshakes = sockets / 9;
+        Self {
+            connections: sockets - handshakes,
+            handshakes,
+        }
+    }
+}
 
 /// Refusals that wait for a receive buffer. When there are so many, nothing more is taken from the
 /// guest until it takes them.
@@ -65,6 +82,7 @@ pub enum Outgoing<'a> {
 /// The connections.
 pub struct Mux {
     cid: u32,
+    limits: Limits,
     // Edge-triggered. Our own and not the event manager's, because the guest resets the device in a
     // vCPU's thread, where the event manager cannot be told of what goes.
     epoll: Epoll,
@@ -91,7 +109,7 @@ impl Mux {
     /// # Errors
     ///
     /// The host refuses the socket or a descriptor.
-    pub fn new(cid: u32, path: &Path, next_port: u32) -> Result<Self, VsockError> {
+    pub fn new(cid: u32, path: &Path, next_port: u32, limits: Limits) -> Result<Self, VsockError> {
         let epoll = Epoll::new().map_err(VsockError::Host)?;
         let listener = Listener::bind(path)?;
         let spare = listener
@@ -108,6 +126,7 @@ impl Mux {
             .map_err(VsockError::Host)?;
         Ok(Self {
             cid,
+            limits,
             epoll,
             listener,
             connections: HashMap::new(),
@@ -376,13 +395,25 @@ impl Mux {
         self.clients_wait
     }
 
-    /// Closes the next client's connection when there are no descriptors left: it need not wait in vain.
+    /// Closes the next client's connection when there are no descriptors left: it need not wait in
+    /// vain. `false` when not even that is possible.
     fn shut_out(&mut self) -> bool {
-        log::warn!("A vsock client is shut out: the hypervisor has no descriptors left");
-        let had_spare = self.spare.take().is_some();
-        let accepted = had_spare && self.listener.accept().is_ok();
+        let Some(spare) = self.spare.take() else {
+            self.spare = self.listener.as_fd().try_clone_to_owned().ok();
+            return self.spare.is_some();
+        };
+        drop(spare);
+        let accepted = self.listener.accept();
+        match &accepted {
+            Ok(Some(_)) => log::warn!("A vsock client is shut out: no descriptors are left"),
+            // Without a descriptor the kernel does not even look whether there is one.
+            Ok(None) => self.clients_wait = false,
+            Err(_) => {}
+        }
+        let possible = accepted.is_ok();
+        drop(accepted);
         self.spare = self.listener.as_fd().try_clone_to_owned().ok();
-        accepted
+        possible
     }
 
     fn welcome(&mut self, client: OwnedFd) {
@@ -391,7 +422,7 @@ impl Mux {
             Line::Connect { port, .. } => self.request(client, port, ControlOperation::Add),
             Line::Malformed => {}
             Line::Unfinished => {
-                if self.handshakes >= MAX_HANDSHAKES {
+                if self.handshakes >= self.limits.handshakes {
                     self.drop_oldest_handshake();
                 }
                 let id = self.free_waiting_id();
@@ -406,7 +437,10 @@ impl Mux {
     /// A client asks for the guest's `port`. `how` tells whether its socket is watched yet.
     fn request(&mut self, client: OwnedFd, port: u32, how: ControlOperation) {
         if !self.make_room() {
-            log::warn!("A vsock client is refused: there are {MAX_CONNECTIONS} connections");
+            log::warn!(
+                "A vsock client is refused: there are {} connections",
+                self.limits.connections
+            );
             return;
         }
         let key = self.free_key(port);
@@ -449,7 +483,7 @@ impl Mux {
     /// yields to it.
     fn make_room(&mut self) -> bool {
         let count = self.connections.len() + self.waiting.len() - self.handshakes;
-        if count < MAX_CONNECTIONS {
+        if count < self.limits.connections {
             return true;
         }
         let closed = self
@@ -598,6 +632,14 @@ impl Mux {
 
 #[cfg(test)]
 impl Mux {
+    /// Other limits than the process's.
+    pub fn set_limits(&mut self, connections: usize, handshakes: usize) {
+        self.limits = Limits {
+            connections,
+            handshakes,
+        };
+    }
+
     /// How many connections, rests and handshakes there are.
     pub fn counts(&self) -> (usize, usize, usize) {
         let rests = self.waiting.len() - self.handshakes;

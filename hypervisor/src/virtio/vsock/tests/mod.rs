@@ -27,6 +27,7 @@ use driver::Ring;
 /// The guest's context identifier in the tests.
 pub const CID: u32 = 3;
 
+const RX_SIZE: u16 = 64;
 const RX_BUFFER: u64 = 4096;
 const TX_BUFFER: u64 = 0x1_1000;
 
@@ -74,7 +75,7 @@ impl Machine {
         Self {
             dir,
             device,
-            rx: Ring::new(&memory, 0x1_0000, 128, 0x10_0000, RX_BUFFER + 64),
+            rx: Ring::new(&memory, 0x1_0000, RX_SIZE, 0x10_0000, RX_BUFFER + 64),
             tx: Ring::new(&memory, 0x2_0000, 128, 0x20_0000, TX_BUFFER),
             event: Ring::new(&memory, 0x3_0000, 8, 0x4_0000, 64),
             memory,
