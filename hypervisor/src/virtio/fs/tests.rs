@@ -656,6 +656,17 @@ impl Drop for Lease {
 }
 
 #[test]
+fn one_request_at_a_time_takes_two_threads() {
+    let dir = directory();
+    let mut guest = Guest::mounted(&config(dir.path()));
+    for _ in 0..100 {
+        guest.attributes(1).unwrap();
+    }
+    let workers = guest.device.workers.as_ref().unwrap();
+    assert_eq!(workers.count(), 2);
+}
+
+#[test]
 fn requests_that_block_hold_up_nobody_else_and_never_what_is_forgotten() {
     let dir = directory();
     fs::write(dir.path().join("slow"), "slow").unwrap();

@@ -47,8 +47,10 @@ struct State {
     queues: [DeviceQueue; 2],
     /// Requests under way, by queue.
     busy: [usize; 2],
-    /// Workers that wait for a kick.
+    /// Workers that wait for a kick, or that are about to, having just been started.
     idle: usize,
+    /// Whether somebody waits in [`Workers::settle`].
+    settling: bool,
     threads: Vec<JoinHandle<()>>,
     stop: bool,
     /// The driver broke a queue: nothing more is served until it resets the device.
@@ -79,6 +81,7 @@ impl Workers {
                 queues,
                 busy: [0; 2],
                 idle: 0,
+                settling: false,
                 threads: Vec::new(),
                 stop: false,
                 broken: false,
@@ -107,14 +110,22 @@ impl Workers {
         let _ = self.0.kick.read();
     }
 
+    /// The number of threads.
+    #[cfg(test)]
+    pub fn count(&self) -> usize {
+        self.0.lock().threads.len()
+    }
+
     /// Waits until everything that the driver asked for is done, and returns the queues' state. The
     /// driver does not run meanwhile, so they stay as they are.
     pub fn settle(&self) -> Vec<QueueState> {
         let mut state = self.0.lock();
+        state.settling = true;
         while !state.broken && !state.is_settled() {
             let rested = self.0.rested.wait(state);
             state = rested.unwrap_or_else(PoisonError::into_inner);
         }
+        state.settling = false;
         state.queues.iter().map(DeviceQueue::state).collect()
     }
 }
@@ -185,14 +196,19 @@ impl Shared {
             .stack_size(STACK_SIZE)
             .spawn(move || match prepare_thread() {
                 Ok(()) => self.work(),
-                Err(e) => log::error!("A worker of share {} cannot start: {e}", self.name),
+                Err(e) => {
+                    log::error!("A worker of share {} cannot start: {e}", self.name);
+                    self.lock().idle -= 1;
+                }
             })?;
         state.threads.push(thread);
+        state.idle += 1;
         Ok(())
     }
 
     fn work(self: Arc<Self>) {
         let mut state = self.lock();
+        state.idle -= 1;
         while !state.stop {
             let job = match state.broken {
                 true => None,
@@ -212,7 +228,9 @@ impl Shared {
                 },
             };
             let Some(job) = job else {
-                self.rested.notify_all();
+                if state.settling {
+                    self.rested.notify_all();
+                }
                 state.idle += 1;
                 drop(state);
                 // Fails only for want of a descriptor, which it has.

@@ -1,0 +1,158 @@
+//! The guest's side: this program as `/init`. It mounts the share and runs what the host names, on the
+//! directory that the host names.
+
+use std::fs;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use crate::checks::CHECKS;
+
+/// On the host: the port where the guest reports and takes its orders.
+pub const HOST_LINES: u32 = 100;
+/// Where the share is mounted.
+pub const SHARE: &str = "/share";
+
+const HOST_CID: u32 = 2;
+
+pub fn main() -> ! {
+    if let Err(error) = serve() {
+        println!("The guest of the share's test fails: {error}");
+    }
+    // SAFETY: no pointers are passed.
+    unsafe { libc::reboot(libc::RB_AUTOBOOT) };
+    loop {
+        thread::park();
+    }
+}
+
+fn serve() -> io::Result<()> {
+    for (kind, target) in [("proc", "/proc"), ("devtmpfs", "/dev"), ("tmpfs", "/tmp")] {
+        mount(kind, kind, target)?;
+    }
+    mount("share", "virtiofs", SHARE)?;
+    let stream = connect(HOST_LINES)?;
+    let mut lines = stream.try_clone()?;
+    writeln!(lines, "ready")?;
+    for order in BufReader::new(stream).lines() {
+        let order = order?;
+        let (check, directory) = order.split_once(' ').unwrap_or((&order, ""));
+        let answer = match run(check, Path::new(directory)) {
+            Ok(answer) => format!("ok {answer}"),
+            Err(error) => format!("failed: {}", error.replace('\n', " ")),
+        };
+        writeln!(lines, "{answer}")?;
+    }
+    Ok(())
+}
+
+fn run(name: &str, directory: &Path) -> Result<String, String> {
+    if let Some((_, check)) = CHECKS.iter().find(|(known, _)| *known == name) {
+        let (check, directory) = (*check, directory.to_owned());
+        return joined(move || {
+            fs::create_dir(&directory).unwrap();
+            check(&directory);
+            String::new()
+        });
+    }
+    let directory: PathBuf = directory.to_owned();
+    match name {
+        "read" => joined(move || fs::read_to_string(&directory).unwrap()),
+        "list" => joined(move || {
+            let names = fs::read_dir(&directory).unwrap();
+            let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+            let mut names: Vec<_> = names.collect();
+            names.sort();
+            names.join(" ")
+        }),
+        "device" => joined(move || {
+            use std::os::unix::fs::MetadataExt;
+            fs::metadata(&directory).unwrap().dev().to_string()
+        }),
+        "walk" => joined(move || walk(&directory).to_string()),
+        "read_mib" => joined(move || fs::read(&directory).unwrap().len().to_string()),
+        "read_small" => joined(move || {
+            for n in 0..200 {
+                fs::read(directory.join(format!("small{n}"))).unwrap();
+            }
+            String::new()
+        }),
+        "unmount" => joined(move || {
+            let target = std::ffi::CString::new(directory.to_str().unwrap()).unwrap();
+            // SAFETY: a valid string.
+            let done = unsafe { libc::umount2(target.as_ptr(), 0) };
+            assert_eq!(done, 0, "{}", io::Error::last_os_error());
+            String::new()
+        }),
+        "drop_caches" => joined(|| {
+            fs::write("/proc/sys/vm/drop_caches", "2").unwrap();
+            String::new()
+        }),
+        _ => Err(format!("there is no check {name}")),
+    }
+}
+
+/// The number of files below `directory`, each of them asked for its attributes.
+pub fn walk(directory: &Path) -> u64 {
+    let mut count = 0;
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        count += 1;
+        if fs::symlink_metadata(&path).unwrap().is_dir() {
+            count += walk(&path);
+        }
+    }
+    count
+}
+
+/// What `check` returns, or with which words it ends.
+fn joined(check: impl FnOnce() -> String + Send + 'static) -> Result<String, String> {
+    thread::spawn(check).join().map_err(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
+        text.unwrap_or_else(|| "it panicked".to_owned())
+    })
+}
+
+fn mount(source: &str, kind: &str, target: &str) -> io::Result<()> {
+    fs::create_dir_all(target)?;
+    let text = |s: &str| std::ffi::CString::new(s).unwrap();
+    let (source, kind, target) = (text(source), text(kind), text(target));
+    // SAFETY: all are valid strings.
+    let done = unsafe {
+        libc::mount(
+            source.as_ptr(),
+            target.as_ptr(),
+            kind.as_ptr(),
+            0,
+            std::ptr::null(),
+        )
+    };
+    match done {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn connect(port: u32) -> io::Result<UnixStream> {
+    // SAFETY: no pointers are passed.
+    let fd = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the socket has just been made, nobody else has it.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: it has only integer fields.
+    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+    address.svm_family = libc::AF_VSOCK as u16;
+    address.svm_cid = HOST_CID;
+    address.svm_port = port;
+    let length = size_of::<libc::sockaddr_vm>() as u32;
+    // SAFETY: the address has this length.
+    match unsafe { libc::connect(fd, (&raw const address).cast(), length) } {
+        0 => Ok(socket.into()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
