@@ -776,7 +776,11 @@ impl FileSystem for Share {
         let reference = self.nodes.file(node)?;
         let mut value = vec![0; size as usize];
         let path = path_of(&reference);
-        match rustix::fs::getxattr(path, name, value.as_mut_slice()) {
+        let found = match size {
+            0 => rustix::fs::getxattr_query(path, name),
+            _ => rustix::fs::getxattr(path, name, value.as_mut_slice()),
+        };
+        match found {
             Ok(length) if size == 0 => Ok(GetxattrReply::Count(length as u32)),
             Ok(length) => {
                 value.truncate(length);
@@ -793,11 +797,12 @@ impl FileSystem for Share {
 
     fn listxattr(&self, _: Context, node: u64, size: u32) -> io::Result<ListxattrReply> {
         let reference = self.nodes.file(node)?;
-        let mut names = vec![0; size as usize];
-        let length = rustix::fs::listxattr(path_of(&reference), names.as_mut_slice())?;
         if size == 0 {
+            let length = rustix::fs::listxattr_query(path_of(&reference))?;
             return Ok(ListxattrReply::Count(length as u32));
         }
+        let mut names = vec![0; size as usize];
+        let length = rustix::fs::listxattr(path_of(&reference), names.as_mut_slice())?;
         names.truncate(length);
         Ok(ListxattrReply::Names(names))
     }

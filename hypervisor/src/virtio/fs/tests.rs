@@ -365,6 +365,12 @@ fn extended_attributes_of_all_kinds_of_files() {
         let body = [query(64), attribute.clone()].concat();
         let value = guest.call(Opcode::Getxattr, node, &body).unwrap();
         assert_eq!(value, b"value");
+        let body = [query(0), attribute.clone()].concat();
+        let length = guest.call(Opcode::Getxattr, node, &body).unwrap();
+        assert_eq!(length[..4], 5u32.to_le_bytes());
+        let length = guest.call(Opcode::Listxattr, node, &query(0)).unwrap();
+        assert!(length[0] as usize >= attribute.len());
+        let body = [query(64), attribute.clone()].concat();
         let names = guest.call(Opcode::Listxattr, node, &query(256)).unwrap();
         assert!(names.ends_with(&attribute), "{names:?}");
         guest.call(Opcode::Removexattr, node, &attribute).unwrap();
