@@ -38,6 +38,9 @@ pub enum InitError {
     /// The root could not be changed.
     #[error("Cannot move off the initial ramfs")]
     Move(#[source] io::Error),
+    /// The resource limits could not be raised.
+    #[error("Cannot raise the resource limits")]
+    Limits(#[source] io::Error),
     /// The controllers could not be switched on.
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
@@ -78,6 +81,7 @@ fn set_up() -> Result<(), InitError> {
     link_all()?;
     open_standard_streams();
     logger::start(logger::level_of_kernel());
+    raise_limits().map_err(InitError::Limits)?;
     Cgroup::existing("/").delegate()?;
     Cgroup::create(CONTAINERS_CGROUP)?.delegate()?;
     crate::configure::bring_up_loopback().map_err(InitError::Loopback)?;
@@ -178,6 +182,19 @@ fn open_standard_streams() {
             }
         }
     }
+}
+
+/// The kernel gives its init the limits of a small machine (1024 files, processes by the size of
+/// memory), and containers that ask for none inherit them: raise them to what containerd's own
+/// service has on a host.
+fn raise_limits() -> io::Result<()> {
+    use nix::sys::resource::{RLIM_INFINITY, Resource, setrlimit};
+    // The kernel's default of fs.nr_open.
+    const FILES: u64 = 1 << 20;
+    setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES)?;
+    setrlimit(Resource::RLIMIT_NPROC, RLIM_INFINITY, RLIM_INFINITY)?;
+    setrlimit(Resource::RLIMIT_CORE, RLIM_INFINITY, RLIM_INFINITY)?;
+    Ok(())
 }
 
 fn make_dir(path: &str) -> Result<(), InitError> {

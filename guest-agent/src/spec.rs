@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use nix::sched::CloneFlags;
 use oci_spec::runtime::{
-    LinuxNamespace, LinuxNamespaceType, LinuxResources, LinuxSeccompAction, Mount, Process,
-    RootBuilder, Spec,
+    Capabilities, LinuxCapabilities, LinuxNamespace, LinuxNamespaceType, LinuxResources,
+    LinuxSeccompAction, Mount, Process, RootBuilder, Spec,
 };
 
 use crate::helper::ExecBase;
@@ -68,6 +68,9 @@ pub fn adapt(
         .clone()
         .ok_or(SpecError::Missing("process"))?;
     adapt_process(&mut process, terminal)?;
+    if process.capabilities().is_none() {
+        process.set_capabilities(Some(no_capabilities()));
+    }
     let mut linux = spec.linux().clone().ok_or(SpecError::Missing("linux"))?;
 
     let namespaces = own_namespaces(linux.namespaces().as_deref().unwrap_or_default())?;
@@ -88,6 +91,7 @@ pub fn adapt(
     }
     let base = ExecBase {
         namespaces: clone_flags(&namespaces),
+        capabilities: process.capabilities().clone(),
         seccomp: linux.seccomp().clone(),
         uid_mappings: linux.uid_mappings().clone().filter(|_| user_namespace),
         personality: linux.personality().clone(),
@@ -173,11 +177,34 @@ pub fn adapt_process(process: &mut Process, terminal: bool) -> Result<(), SpecEr
         .set_terminal(Some(terminal))
         .set_apparmor_profile(None)
         .set_selinux_label(None);
+    // A set that is not mentioned is empty, as runc has it. libcontainer would leave it as it is, and
+    // the agent's are full. (Its inheritable and ambient sets are empty.)
+    if let Some(mut capabilities) = process.capabilities().clone() {
+        let empty = || Some(Capabilities::default());
+        if capabilities.effective().is_none() {
+            capabilities.set_effective(empty());
+        }
+        if capabilities.permitted().is_none() {
+            capabilities.set_permitted(empty());
+        }
+        process.set_capabilities(Some(capabilities));
+    }
     // libcontainer takes "false" for "set": it would load a filter without the right to.
     if process.no_new_privileges() == Some(false) {
         process.set_no_new_privileges(None);
     }
     Ok(())
+}
+
+fn no_capabilities() -> LinuxCapabilities {
+    let mut capabilities = LinuxCapabilities::default();
+    capabilities
+        .set_bounding(Some(Capabilities::default()))
+        .set_effective(Some(Capabilities::default()))
+        .set_permitted(Some(Capabilities::default()))
+        .set_inheritable(None)
+        .set_ambient(None);
+    capabilities
 }
 
 /// What belongs to another kind of system, or to the host.
@@ -424,6 +451,26 @@ mod tests {
         let process = adapted.spec.process().as_ref().unwrap();
         assert_eq!(process.terminal(), Some(true));
         assert_eq!(process.no_new_privileges(), None);
+    }
+
+    #[test]
+    fn capabilities_that_are_not_mentioned_are_none() {
+        let capabilities = |value: Option<serde_json::Value>| {
+            let mut json = small();
+            if let Some(value) = value {
+                json["process"]["capabilities"] = value;
+            }
+            let process = adapted(json).unwrap().spec.process().clone().unwrap();
+            process.capabilities().clone().unwrap()
+        };
+        for capabilities in [
+            capabilities(None),
+            capabilities(Some(serde_json::json!({"bounding": ["CAP_CHOWN"]}))),
+        ] {
+            assert_eq!(capabilities.effective(), &Some(Capabilities::default()));
+            assert_eq!(capabilities.permitted(), &Some(Capabilities::default()));
+            assert!(capabilities.inheritable().is_none() && capabilities.ambient().is_none());
+        }
     }
 
     #[test]

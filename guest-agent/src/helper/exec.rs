@@ -224,9 +224,12 @@ fn settle(
         filter(base.seccomp.as_ref())?;
     }
     capabilities::reset_effective(syscall)
-        .and_then(|()| match process.capabilities() {
-            Some(capabilities) => capabilities::drop_privileges(capabilities, syscall),
-            None => Ok(()),
+        .and_then(|()| {
+            let own = process.capabilities().as_ref();
+            match own.or(base.capabilities.as_ref()) {
+                Some(capabilities) => capabilities::drop_privileges(capabilities, syscall),
+                None => Ok(()),
+            }
         })
         .map_err(|e| ChildError::failed("cannot set process.capabilities", e))?;
     // Root may have been kept out where the user is let in.

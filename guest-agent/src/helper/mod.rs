@@ -89,6 +89,9 @@ pub enum Report {
 pub struct ExecBase {
     /// `CLONE_NEW*` flags of the namespaces that are not the guest's own.
     pub namespaces: i32,
+    /// The capabilities of the container's init, for processes that name none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub capabilities: Option<oci_spec::runtime::LinuxCapabilities>,
     /// The container's filter for system calls.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seccomp: Option<oci_spec::runtime::LinuxSeccomp>,

@@ -88,7 +88,7 @@ pub async fn settings(agent: Agent) {
     let mut spec = crate::rig::spec(&[
         "sh",
         "-c",
-        "hostname; cat /proc/sys/net/core/somaxconn; cat /sys/fs/cgroup/cgroup.controllers; cat /proc/mounts | grep -c virtiofs",
+        "hostname; cat /proc/sys/net/core/somaxconn; cat /sys/fs/cgroup/cgroup.controllers; cat /proc/mounts | grep -c virtiofs; ulimit -n; ulimit -u",
     ]);
     spec["hostname"] = json!("pod-2");
     spec["linux"]["sysctl"] = json!({"net.core.somaxconn": "99"});
@@ -99,6 +99,7 @@ pub async fn settings(agent: Agent) {
         ("pod-2", "99", "1"),
         "{out}"
     );
+    assert_eq!((lines[4], lines[5]), ("1048576", "unlimited"), "{out}");
     for controller in ["cpu", "memory", "pids", "io", "cpuset"] {
         assert!(lines[2].contains(controller), "{out}");
     }

@@ -83,6 +83,13 @@ pub async fn exec(agent: Agent) {
     );
     agent.delete("c", "e").await.unwrap();
 
+    // Without any of its own an exec has its container's.
+    let mut process = exec_process(&["grep", "CapEff", "/proc/self/status"]);
+    process.as_object_mut().unwrap().remove("capabilities");
+    let (_, out) = agent.exec_collect("c", "e", &process).await;
+    assert_eq!(out, "CapEff:\t00000000000000e1\n");
+    agent.delete("c", "e").await.unwrap();
+
     for (signal, status) in [(9, 137), (15, 143)] {
         agent
             .exec(

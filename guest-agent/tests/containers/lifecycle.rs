@@ -352,3 +352,38 @@ pub async fn many(agent: Agent) {
     }
     agent.nothing_left().await;
 }
+
+pub async fn costs(agent: Agent) {
+    const STEPS: [&str; 4] = ["create", "start to exit", "delete", "exec of true"];
+    let mut least = [u128::MAX; STEPS.len()];
+    for _ in 0..6 {
+        let mut before = Instant::now();
+        let mut lap = |step: usize| {
+            least[step] = least[step].min(before.elapsed().as_nanos());
+            before = Instant::now();
+        };
+        agent
+            .create("c", &spec(&["true"]), &agent.no_streams())
+            .await
+            .unwrap();
+        lap(0);
+        agent.start("c").await.unwrap();
+        agent.wait("c", "").await.unwrap();
+        lap(1);
+        agent.delete("c", "").await.unwrap();
+        lap(2);
+        agent.running("c", &["sleep", "1000"]).await;
+        let process = exec_process(&["true"]);
+        let start = Instant::now();
+        agent
+            .exec("c", "e", &process, &agent.no_streams())
+            .await
+            .unwrap();
+        agent.wait("c", "e").await.unwrap();
+        least[3] = least[3].min(start.elapsed().as_nanos());
+        agent.end("c").await;
+    }
+    for (step, ns) in STEPS.into_iter().zip(least) {
+        println!("{step}: {ns} ns");
+    }
+}

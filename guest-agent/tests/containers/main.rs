@@ -3,7 +3,9 @@
 //!
 //! Needs root. The agent collects every orphan, so it runs in a process of its own: this program
 //! once more. With `CUBE_TEST_KVM=1` everything is done again with the agent as PID 1 of a guest, of
-//! the kernel that `CUBE_KERNEL` names on the hypervisor that `CUBE_HYPERVISOR` names.
+//! the kernel that `CUBE_KERNEL` names on the hypervisor that `CUBE_HYPERVISOR` names. `--measure`
+//! tells what things cost instead: on the counting clock (tests/rig/run --icount) in instructions, with
+//! the agent that `CUBE_TEST_AGENT` names.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -52,5 +54,8 @@ const GUEST_TESTS: [rig::Test; 2] = tests![
 ];
 
 fn main() -> std::process::ExitCode {
+    if std::env::args().any(|argument| argument == "--measure") {
+        return rig::run(&tests![what_things_cost = lifecycle::costs,], &[]);
+    }
     rig::run(&TESTS, &GUEST_TESTS)
 }

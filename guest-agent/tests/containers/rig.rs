@@ -105,7 +105,7 @@ fn run_agent(dir: &Path) -> ExitCode {
         dir: dir.join("containers"),
         cgroup: cgroup_of(dir),
         launcher: Launcher {
-            program: env!("CARGO_BIN_EXE_cube-agent").into(),
+            program: agent_program(),
         },
         connect: Box::new(move |port| {
             let stream =
@@ -116,6 +116,12 @@ fn run_agent(dir: &Path) -> ExitCode {
     };
     cube_agent::serve::run(settings).unwrap();
     ExitCode::SUCCESS
+}
+
+fn agent_program() -> PathBuf {
+    std::env::var_os("CUBE_TEST_AGENT")
+        .unwrap_or_else(|| env!("CARGO_BIN_EXE_cube-agent").into())
+        .into()
 }
 
 fn cgroup_of(dir: &Path) -> String {
@@ -146,7 +152,7 @@ impl Guest {
         let run = |command: &mut Command| assert!(command.status().unwrap().success());
         run(Command::new("strip")
             .arg("-o")
-            .args([agent.path(), Path::new(env!("CARGO_BIN_EXE_cube-agent"))]));
+            .args([agent.path(), &agent_program()]));
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("initramfs");
         run(Command::new(script).args([agent.path(), initramfs.path()]));
         Self {
