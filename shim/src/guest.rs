@@ -72,6 +72,11 @@ impl Guest {
     /// Ends a machine that cannot be reasoned with. Its tasks end with it.
     pub fn cut_off(&self, why: &str) {
         log::error!("The sandbox's machine is ended: {why}");
+        self.cut_power();
+    }
+
+    /// Ends the machine.
+    pub fn cut_power(&self) {
         if let Err(e) = (self.power)() {
             log::error!("Cannot end the machine: {e}");
         }

@@ -100,6 +100,10 @@ impl Sandbox {
         };
         // While the guest boots.
         let new = prepare(reservation, &request, &spec, &shared)?;
+        log::debug!(
+            "The root file system and volumes of {} are mounted",
+            request.id
+        );
         if let Some(mut booting) = booting.take() {
             match booting.ready(&spec).await {
                 Ok(guest) => *machine = Some(booting.finish(guest)),

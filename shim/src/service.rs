@@ -69,6 +69,7 @@ impl Task for TaskService {
         _: &TtrpcContext,
         r: CreateTaskRequest,
     ) -> ttrpc::Result<CreateTaskResponse> {
+        log::debug!("create {}", r.id);
         let sandbox = self.sandbox.clone();
         whole(async move {
             let id = r.id.clone();
@@ -85,6 +86,7 @@ impl Task for TaskService {
     }
 
     async fn start(&self, _: &TtrpcContext, r: StartRequest) -> ttrpc::Result<StartResponse> {
+        log::debug!("start {} {}", r.id, r.exec_id);
         let sandbox = self.sandbox.clone();
         whole(async move {
             let pid = sandbox.tasks.start(&r.id, &r.exec_id).await?;
@@ -97,6 +99,7 @@ impl Task for TaskService {
     }
 
     async fn delete(&self, _: &TtrpcContext, r: DeleteRequest) -> ttrpc::Result<DeleteResponse> {
+        log::debug!("delete {} {}", r.id, r.exec_id);
         let sandbox = self.sandbox.clone();
         whole(async move {
             let deleted = sandbox.delete(&r.id, &r.exec_id).await?;
