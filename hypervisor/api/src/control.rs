@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    SendAncillaryMessage, SendFlags, recv, recvmsg, sendmsg,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -155,7 +155,10 @@ pub fn send<T: Serialize>(
 pub fn receive<T: DeserializeOwned>(
     socket: impl AsFd,
 ) -> Result<Option<(T, Vec<OwnedFd>)>, ControlError> {
-    let mut bytes = vec![0; MAX_PACKET];
+    let Some(length) = next_packet_length(&socket)? else {
+        return Ok(None);
+    };
+    let mut bytes = vec![0; length];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = loop {
@@ -186,6 +189,23 @@ pub fn receive<T: DeserializeOwned>(
     let message =
         serde_json::from_slice(&bytes[..received.bytes]).map_err(ControlError::Malformed)?;
     Ok(Some((message, fds)))
+}
+
+/// The length of the next packet, at most [`MAX_PACKET`]; so a short one does not cost a long buffer.
+fn next_packet_length(socket: impl AsFd) -> Result<Option<usize>, ControlError> {
+    // A packet of no bytes is told from the end of the conversation by nothing; both end it.
+    let mut nothing = [0; 1];
+    loop {
+        let flags = RecvFlags::PEEK | RecvFlags::TRUNC;
+        match recv(&socket, &mut nothing, flags) {
+            Ok((_, 0)) => return Err(ControlError::Closed),
+            Ok((_, length)) => return Ok(Some(length.min(MAX_PACKET))),
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(rustix::io::Errno::AGAIN) => return Ok(None),
+            Err(rustix::io::Errno::CONNRESET) => return Err(ControlError::Closed),
+            Err(e) => return Err(ControlError::Socket(e.into())),
+        }
+    }
 }
 
 #[cfg(test)]
