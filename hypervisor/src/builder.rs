@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use cube_hypervisor_api::{ExitStatus, VmConfig};
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
-use kvm_ioctls::{Cap, Kvm, VmFd};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::boot::{self, BootError, Entry, mp_table};
@@ -15,7 +15,7 @@ use crate::cpu::cpuid::{CpuidError, Template};
 use crate::cpu::registers::{self, RegisterError};
 use crate::devices::{DeviceError, Devices, OnCrowd};
 use crate::ending::Ending;
-use crate::io_apic::PINS;
+use crate::io_apic::{IoApic, MAX_PINS};
 use crate::kvm::{self, KvmError};
 use crate::machine::Machine;
 use crate::memory::{self, MemoryError};
@@ -28,7 +28,7 @@ use crate::vm::{self, VmError};
 /// The first of the IOAPIC's pins that belongs to a virtio device: those before it are a PC's timer, keyboard and serial ports.
 const FIRST_PIN: u8 = 5;
 /// The most virtio devices: one pin each.
-const MAX_DEVICES: usize = PINS - FIRST_PIN as usize;
+const MAX_DEVICES: usize = MAX_PINS - FIRST_PIN as usize;
 
 /// Why there is no machine.
 #[derive(Debug, thiserror::Error)]
@@ -112,8 +112,9 @@ pub fn build(
     config: &VmConfig,
     ending: &Arc<Ending>,
     on_crowd: &OnCrowd,
+    count_exits: bool,
 ) -> Result<Machine, BuildError> {
-    if config.vcpus == 0 {
+    if config.vcpus == 0 || config.vcpus > mp_table::MAX_VCPUS {
         return Err(too_many_vcpus(config, mp_table::MAX_VCPUS.into()));
     }
     let memory = memory::allocate(config.memory_mib)?;
@@ -137,14 +138,19 @@ pub fn build(
     let vm = Arc::new(vm::create(&kvm, &memory)?);
     check_vcpus(config, &vm)?;
     let transports = connect(&vm, &memory, &devices.all)?;
+    let io_apic = IoApic::new(usize::from(FIRST_PIN) + count);
     let serial = SerialPort::new(Arc::clone(&console));
-    let bus = Arc::new(Bus::new(Arc::clone(&vm), serial, transports));
+    let bus = Arc::new(Bus::new(Arc::clone(&vm), serial, io_apic, transports));
 
     let mut events = EventManager::new().map_err(BuildError::EventLoop)?;
     for device in devices.all {
         events.add_subscriber(device as Subscriber);
     }
-    let vcpus = start_vcpus(config.vcpus, &kvm, &vm, entry, &bus, ending)?;
+    memory::use_small_pages();
+    let vcpus = start_vcpus(config.vcpus, &kvm, &vm, entry, |index, fd| {
+        let (bus, ending) = (Arc::clone(&bus), Arc::clone(ending));
+        Vcpu::start(index, fd, bus, ending, count_exits)
+    })?;
     Ok(Machine::new(
         vcpus,
         events,
@@ -225,8 +231,7 @@ fn start_vcpus(
     kvm: &Kvm,
     vm: &VmFd,
     entry: Entry,
-    bus: &Arc<Bus>,
-    ending: &Arc<Ending>,
+    start: impl Fn(u8, VcpuFd) -> Result<Vcpu, VcpuError>,
 ) -> Result<Vec<Vcpu>, BuildError> {
     let mut cpuid = Template::new(kvm, count)?;
     let mut fds = Vec::with_capacity(count.into());
@@ -245,8 +250,6 @@ fn start_vcpus(
     vcpu::handle_kick_signal()?;
     (0..)
         .zip(fds)
-        .map(|(index, fd)| {
-            Vcpu::start(index, fd, Arc::clone(bus), Arc::clone(ending)).map_err(Into::into)
-        })
+        .map(|(index, fd)| start(index, fd).map_err(Into::into))
         .collect()
 }

@@ -49,10 +49,15 @@ pub struct Bus {
 
 impl Bus {
     /// A bus with these devices, the first virtio device in the first window.
-    pub fn new(vm: Arc<VmFd>, serial: SerialPort, virtio: Vec<MmioTransport>) -> Self {
+    pub fn new(
+        vm: Arc<VmFd>,
+        serial: SerialPort,
+        io_apic: IoApic,
+        virtio: Vec<MmioTransport>,
+    ) -> Self {
         Self {
             vm,
-            io_apic: Mutex::default(),
+            io_apic: Mutex::new(io_apic),
             serial: Mutex::new(serial),
             virtio: virtio.into_iter().map(Mutex::new).collect(),
         }

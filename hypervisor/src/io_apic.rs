@@ -1,4 +1,4 @@
-//! The IOAPIC (Intel 82093AA): 24 pins, each with a redirection entry that says which vector goes
+//! The IOAPIC (Intel 82093AA), with up to 24 pins, each with a redirection entry that says which vector goes
 //! to which local APIC.
 //!
 //! KVM keeps the local APICs and leaves this to user space (`KVM_CAP_SPLIT_IRQCHIP`). A pin is
@@ -7,8 +7,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The number of pins.
-pub const PINS: usize = 24;
+/// The most pins.
+pub const MAX_PINS: usize = 24;
 
 const REGISTER_SELECT: u64 = 0x00;
 const REGISTER_WINDOW: u64 = 0x10;
@@ -18,8 +18,8 @@ const VERSION: u8 = 0x01;
 const ARBITRATION: u8 = 0x02;
 const REDIRECTION: u8 = 0x10;
 
-/// 82093AA with `PINS` entries.
-const VERSION_VALUE: u32 = 0x11 | ((PINS as u32 - 1) << 16);
+/// An 82093AA. The number of its last entry is in bits 16 to 23.
+const VERSION_82093AA: u32 = 0x11;
 
 const MASKED: u64 = 1 << 16;
 const LOGICAL: u64 = 1 << 11;
@@ -34,7 +34,7 @@ const LOWEST_PRIORITY: u64 = 1;
 pub struct IoApic {
     selected: u8,
     id: u32,
-    entries: [u64; PINS],
+    entries: Vec<u64>,
 }
 
 /// Where an interrupt of a pin goes (Intel SDM volume 3, section 11.11).
@@ -46,17 +46,17 @@ pub struct Msi {
     pub data: u32,
 }
 
-impl Default for IoApic {
-    fn default() -> Self {
+impl IoApic {
+    /// An IOAPIC with `pins` pins, 1 to [`MAX_PINS`]. On its way down Linux goes through all of them, with twenty exits each:
+    /// there should not be more than are used.
+    pub fn new(pins: usize) -> Self {
         Self {
             selected: 0,
             id: 0,
-            entries: [MASKED; PINS],
+            entries: vec![MASKED; pins.clamp(1, MAX_PINS)],
         }
     }
-}
 
-impl IoApic {
     /// Reads `data.len()` bytes at `offset` from the start of the register window.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         let value = match offset {
@@ -93,8 +93,8 @@ impl IoApic {
     fn register(&self) -> u32 {
         match self.selected {
             ID | ARBITRATION => self.id,
-            VERSION => VERSION_VALUE,
-            selected => match entry_half(selected) {
+            VERSION => VERSION_82093AA | (self.entries.len() as u32 - 1) << 16,
+            selected => match self.entry_half(selected) {
                 Some((pin, false)) => self.entries[pin] as u32,
                 Some((pin, true)) => (self.entries[pin] >> 32) as u32,
                 None => 0,
@@ -107,7 +107,7 @@ impl IoApic {
             self.id = value & 0x0f00_0000;
             return false;
         }
-        let Some((pin, high)) = entry_half(self.selected) else {
+        let Some((pin, high)) = self.entry_half(self.selected) else {
             return false;
         };
         let old = self.entries[pin];
@@ -119,12 +119,12 @@ impl IoApic {
         };
         message(old) != message(self.entries[pin])
     }
-}
 
-/// The pin, and whether it is the upper half, that a register number stands for.
-fn entry_half(register: u8) -> Option<(usize, bool)> {
-    let index = usize::from(register.checked_sub(REDIRECTION)?);
-    (index / 2 < PINS).then_some((index / 2, index % 2 == 1))
+    /// The pin, and whether it is the upper half, that a register number stands for.
+    fn entry_half(&self, register: u8) -> Option<(usize, bool)> {
+        let index = usize::from(register.checked_sub(REDIRECTION)?);
+        (index / 2 < self.entries.len()).then_some((index / 2, index % 2 == 1))
+    }
 }
 
 fn message(entry: u64) -> Option<Msi> {
@@ -162,14 +162,14 @@ mod tests {
 
     #[test]
     fn all_pins_are_masked_at_first() {
-        let mut apic = IoApic::default();
+        let mut apic = IoApic::new(MAX_PINS);
         assert_eq!(read_register(&mut apic, VERSION), 0x0017_0011);
         assert_eq!(apic.routes().count(), 0);
     }
 
     #[test]
     fn unmasking_a_pin_routes_its_vector_to_its_destination() {
-        let mut apic = IoApic::default();
+        let mut apic = IoApic::new(MAX_PINS);
         assert!(!write_register(
             &mut apic,
             REDIRECTION + 2 * 5 + 1,
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn lowest_priority_and_logical_destinations_reach_the_message() {
-        let mut apic = IoApic::default();
+        let mut apic = IoApic::new(MAX_PINS);
         write_register(&mut apic, REDIRECTION + 1, 0xff00_0000);
         write_register(&mut apic, REDIRECTION, 1 << 11 | 1 << 8 | 0x40);
         let msi = Msi {
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_level_triggered_pin_sends_an_edge() {
-        let mut apic = IoApic::default();
+        let mut apic = IoApic::new(MAX_PINS);
         write_register(&mut apic, REDIRECTION, 1 << 15 | 0x50);
         assert_eq!(apic.routes().next().unwrap().1.data, 0x50);
     }
@@ -214,7 +214,7 @@ mod tests {
         fn any_access_ends_and_the_state_survives_json(
             accesses in prop::collection::vec((any::<bool>(), 0u64..0x1100, prop::collection::vec(any::<u8>(), 0..=8)), 0..64)
         ) {
-            let mut apic = IoApic::default();
+            let mut apic = IoApic::new(MAX_PINS);
             for (write, offset, mut data) in accesses {
                 if write {
                     let before: Vec<_> = apic.routes().collect();

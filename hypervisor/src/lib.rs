@@ -16,6 +16,7 @@ pub mod ending;
 pub mod exits;
 pub mod io_apic;
 pub mod kvm;
+pub mod kvm_stats;
 mod logger;
 pub mod machine;
 pub mod memory;

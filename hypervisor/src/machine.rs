@@ -1,5 +1,6 @@
 //! A machine that runs: its vCPUs, and the thread that serves its devices.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use cube_hypervisor_api::ExitStatus;
@@ -85,10 +86,26 @@ impl Machine {
         }
     }
 
-    /// The table of all vCPUs' exits.
+    /// The table of all vCPUs' exits: first what came out to the hypervisor, then what KVM counts.
     pub fn exit_table(&self) -> String {
         let counts: Vec<_> = self.vcpus.iter().map(Vcpu::counts).collect();
-        ExitTable(&counts).to_string()
+        let mut table = ExitTable(&counts).to_string();
+        for (name, value) in self.kvm_counters() {
+            table.push_str(&format!("\nkvm_{name} {value}"));
+        }
+        table
+    }
+
+    /// What KVM counts of all vCPUs together, without what is zero.
+    fn kvm_counters(&self) -> BTreeMap<String, u64> {
+        let mut sums = BTreeMap::new();
+        for stats in self.vcpus.iter().filter_map(Vcpu::stats) {
+            for (name, value) in stats.read().unwrap_or_default() {
+                *sums.entry(name).or_insert(0) += value;
+            }
+        }
+        sums.retain(|_, value| *value > 0);
+        sums
     }
 }
 

@@ -14,7 +14,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use vm_memory::mmap::MmapRegionError;
-use vm_memory::{GuestAddress, GuestRegionCollection, GuestRegionMmap, MmapRegion};
+use vm_memory::{GuestAddress, GuestMemory, GuestRegionCollection, GuestRegionMmap, MmapRegion};
 
 use crate::virtio::Memory;
 
@@ -130,16 +130,43 @@ fn map_aligned(size: usize) -> io::Result<*mut u8> {
         return Err(io::Error::last_os_error());
     }
     let start = start.cast::<u8>();
-    let base = start.wrapping_add(start.align_offset(HUGE_PAGE));
-    // SAFETY: The range lies within the mapping just made. The call is advice: it fails where the host has no huge pages, to no harm.
-    unsafe { libc::madvise(base.cast(), size, libc::MADV_HUGEPAGE) };
-    Ok(base)
+    Ok(start.wrapping_add(start.align_offset(HUGE_PAGE)))
+}
+
+/// Asks for huge pages in a range of guest memory that is about to be written as a whole.
+pub fn prefer_huge_pages(memory: &Memory, start: u64, length: usize) {
+    let slices = memory.get_slices(GuestAddress(start), length);
+    for slice in slices.flatten() {
+        let first = slice.ptr_guard().as_ptr();
+        let skipped = first.align_offset(HUGE_PAGE);
+        let length = slice.len().saturating_sub(skipped);
+        let first = first.wrapping_add(skipped).cast_mut();
+        // SAFETY: The range lies within guest memory. The call is advice: where the host has no huge pages it fails, to no harm.
+        unsafe { libc::madvise(first.cast(), length, libc::MADV_HUGEPAGE) };
+    }
+}
+
+/// From here on guest memory comes in small pages. While it boots, a kernel touches a hundred small
+/// pages in a huge one: clearing that costs twice what faulting those in does, and memory that
+/// nobody uses.
+pub fn use_small_pages() {
+    set_huge_pages_disabled(1);
+}
+
+/// From here on guest memory comes in pages as the host's administrator has chosen.
+pub fn use_pages_of_hosts_choice() {
+    set_huge_pages_disabled(0);
+}
+
+fn set_huge_pages_disabled(disabled: libc::c_ulong) {
+    // SAFETY: The call takes integers only. Where the kernel has no huge pages it fails, to no harm.
+    unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, disabled, 0, 0, 0) };
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use vm_memory::{Bytes, GuestMemory, GuestMemoryRegion};
+    use vm_memory::{Bytes, GuestMemoryRegion};
 
     use super::*;
 

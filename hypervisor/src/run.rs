@@ -101,7 +101,7 @@ fn run_alone(path: &Path, exit_counts: bool) -> Result<End, RunError> {
     let signals = Signals::take_over(Arc::clone(&ending)).map_err(RunError::Prepare)?;
     // Nobody is there to ask the guest to forget inodes.
     let on_crowd: OnCrowd = Arc::new(|_, _| {});
-    let mut machine = ManuallyDrop::new(builder::build(&config, &ending, &on_crowd)?);
+    let mut machine = ManuallyDrop::new(builder::build(&config, &ending, &on_crowd, exit_counts)?);
     machine.add(Arc::new(Mutex::new(signals)));
     serve(&mut machine, &ending, exit_counts)
 }
@@ -110,7 +110,8 @@ fn run_alone(path: &Path, exit_counts: bool) -> Result<End, RunError> {
 fn run_owned(fd: i32, exit_counts: bool) -> Result<End, RunError> {
     let (owner, config) = Control::accept(fd)?;
     let ending = Arc::new(Ending::new().map_err(RunError::Prepare)?);
-    let started = builder::build(&config, &ending, &owner.on_crowd()).map_err(RunError::from);
+    let started =
+        builder::build(&config, &ending, &owner.on_crowd(), exit_counts).map_err(RunError::from);
     let mut machine = match started {
         Ok(machine) => ManuallyDrop::new(machine),
         Err(e) => {

@@ -12,6 +12,7 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use crate::bus::{Bus, Outcome};
 use crate::ending::Ending;
 use crate::exits::{ExitCounts, ExitKind};
+use crate::kvm_stats::KvmStats;
 
 /// What a vCPU's thread has on its stack: device models and their logging, no more.
 const STACK_SIZE: usize = 256 << 10;
@@ -31,6 +32,7 @@ pub enum VcpuError {
 pub struct Vcpu {
     thread: JoinHandle<()>,
     shared: Arc<Shared>,
+    stats: Option<KvmStats>,
 }
 
 /// What the thread and the rest of the process share.
@@ -65,13 +67,16 @@ pub fn handle_kick_signal() -> Result<(), VcpuError> {
 }
 
 impl Vcpu {
-    /// Starts the thread of the vCPU with this index.
+    /// Starts the thread of the vCPU with this index. Its exits are counted by KVM as well if `count` says so, and
+    /// KVM can.
     pub fn start(
         index: u8,
         mut fd: VcpuFd,
         bus: Arc<Bus>,
         ending: Arc<Ending>,
+        count: bool,
     ) -> Result<Self, VcpuError> {
+        let stats = count.then(|| KvmStats::new(&fd).ok()).flatten();
         let shared = Arc::new(Shared {
             immediate_exit: ImmediateExit(&raw mut fd.get_kvm_run().immediate_exit),
             nmi: AtomicBool::new(false),
@@ -87,7 +92,11 @@ impl Vcpu {
                 std::mem::forget(fd);
             })
             .map_err(|e| VcpuError::Thread(index, e))?;
-        Ok(Self { thread, shared })
+        Ok(Self {
+            thread,
+            shared,
+            stats,
+        })
     }
 
     /// Injects a non-maskable interrupt.
@@ -99,6 +108,11 @@ impl Vcpu {
     /// The exits so far.
     pub fn counts(&self) -> &ExitCounts {
         &self.shared.counts
+    }
+
+    /// What KVM counts, if it was to count.
+    pub fn stats(&self) -> Option<&KvmStats> {
+        self.stats.as_ref()
     }
 
     /// Makes the thread look at what it is asked for. Should the signal come before KVM_RUN, that returns at once.
@@ -118,10 +132,8 @@ fn run(fd: &mut VcpuFd, bus: &Bus, shared: &Shared, ending: &Ending) {
             Ok(VcpuExit::MmioWrite(address, data)) => bus.memory_write(address, data),
             Ok(VcpuExit::IoapicEoi(_) | VcpuExit::Intr) => Ok(Outcome::Continue(ExitKind::Other)),
             Ok(VcpuExit::Shutdown) => {
-                let message = format!(
-                    "The guest's processor shut down (triple fault){}",
-                    place(fd)
-                );
+                // Where it was is not known any more: KVM has reset the registers.
+                let message = "The guest's processor shut down (triple fault)";
                 return ending.announce(ExitStatus::GuestCrash, message);
             }
             Ok(exit) => {

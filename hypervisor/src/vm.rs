@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use vm_memory::{Address, GuestMemory, GuestMemoryRegion};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::io_apic::{IoApic, PINS};
+use crate::io_apic::{IoApic, MAX_PINS};
 use crate::memory::KVM_TSS;
 use crate::virtio::Memory;
 use crate::virtio::mmio::QUEUE_NOTIFY;
@@ -61,7 +61,7 @@ pub fn split_irqchip(vm: &VmFd) -> Result<(), VmError> {
         cap: KVM_CAP_SPLIT_IRQCHIP,
         ..Default::default()
     };
-    capability.args[0] = PINS as u64;
+    capability.args[0] = MAX_PINS as u64;
     vm.enable_cap(&capability)
         .map_err(|e| VmError::Ioctl("split its interrupt controller", e))
 }
@@ -130,43 +130,5 @@ impl ClockState {
         };
         vm.set_clock(&clock)
             .map_err(|e| VmError::Ioctl("set the guest's clock", e))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{kvm, memory};
-
-    #[test]
-    #[ignore = "needs KVM: the rig runs it"]
-    fn the_clock_goes_on_from_where_it_was_saved() {
-        let memory = memory::allocate(2).unwrap();
-        let vm = create(&kvm::open().unwrap(), &memory).unwrap();
-        let state = ClockState {
-            nanoseconds: 1 << 50,
-        };
-        let text = serde_json::to_string(&state).unwrap();
-        let read: ClockState = serde_json::from_str(&text).unwrap();
-        assert_eq!(read, state);
-        read.restore(&vm).unwrap();
-        let later = ClockState::save(&vm).unwrap();
-        assert!(later.nanoseconds >= state.nanoseconds);
-        assert!(later.nanoseconds < state.nanoseconds + 60_000_000_000);
-    }
-
-    #[test]
-    #[ignore = "needs KVM: the rig runs it"]
-    fn routes_follow_the_io_apic() {
-        let memory = memory::allocate(2).unwrap();
-        let vm = create(&kvm::open().unwrap(), &memory).unwrap();
-        let _vcpu = vm.create_vcpu(0).unwrap();
-        let mut io_apic = IoApic::default();
-        set_routes(&vm, &io_apic).unwrap();
-        let line = EventFd::new(libc::EFD_NONBLOCK).unwrap();
-        connect_line(&vm, &line, 5).unwrap();
-        io_apic.write(0, &[0x10 + 2 * 5]);
-        assert!(io_apic.write(0x10, &[0x31, 0, 0, 0]));
-        set_routes(&vm, &io_apic).unwrap();
     }
 }

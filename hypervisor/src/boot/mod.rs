@@ -4,19 +4,25 @@
 //! Boot is by PVH (Xen's `docs/misc/pvh.pandoc`): the vCPU starts in 32-bit protected mode without
 //! paging at the entry point that an ELF note names, with the address of `hvm_start_info` in EBX.
 
+mod image;
 pub mod mp_table;
 
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use image::Image;
 use linux_loader::loader::elf::{self, Elf, PvhBootCapability};
 use linux_loader::loader::{Error as LoaderError, KernelLoader};
 use linux_loader::start_info::{hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info};
-use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemory, GuestMemoryRegion};
+use vm_memory::mmap::MmapRegionError;
+use vm_memory::{
+    ByteValued, Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryRegion,
+};
 
 use crate::memory::{
-    CMDLINE, CMDLINE_MAX, HIGH_MEMORY, MEMORY_MAP, MP_TABLE, START_INFO, ram_ranges,
+    CMDLINE, CMDLINE_MAX, HIGH_MEMORY, MEMORY_MAP, MP_TABLE, START_INFO, prefer_huge_pages,
+    ram_ranges,
 };
 use crate::virtio::Memory;
 
@@ -27,6 +33,8 @@ const MEMMAP_RAM: u32 = 1;
 /// `XEN_HVM_MEMMAP_TYPE_RESERVED`.
 const MEMMAP_RESERVED: u32 = 2;
 const PAGE: u64 = 4096;
+/// Where kernels usually lie (Linux, `CONFIG_PHYSICAL_START`).
+const KERNEL: u64 = 16 << 20;
 
 /// Why the guest cannot be loaded. All of these are the configuration's fault.
 #[derive(Debug, thiserror::Error)]
@@ -50,16 +58,35 @@ pub enum BootError {
         /// Its path.
         path: PathBuf,
     },
+    /// Nothing is in the file.
+    #[error("The {what} {} is empty: copy or build it again", path.display())]
+    Empty {
+        /// Kernel or initramfs.
+        what: &'static str,
+        /// Its path.
+        path: PathBuf,
+    },
     /// A file cannot be read.
-    #[error("Cannot read {what} {}", path.display())]
-    Read {
+    #[error("Cannot map {what} {}", path.display())]
+    Map {
         /// Kernel or initramfs.
         what: &'static str,
         /// Its path.
         path: PathBuf,
         /// What the host said.
         #[source]
-        source: io::Error,
+        source: MmapRegionError,
+    },
+    /// A file does not arrive in memory whole.
+    #[error("Cannot copy {what} {} into guest memory", path.display())]
+    Copy {
+        /// Kernel or initramfs.
+        what: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// Where it stopped.
+        #[source]
+        source: GuestMemoryError,
     },
     /// The kernel is something else.
     #[error(
@@ -111,7 +138,7 @@ pub enum BootError {
     CmdlineZero,
     /// A table does not fit into the first MiB.
     #[error("Cannot write {0} into guest memory: raise memory_mib")]
-    Table(&'static str, #[source] vm_memory::GuestMemoryError),
+    Table(&'static str, #[source] GuestMemoryError),
 }
 
 /// Where the guest starts.
@@ -141,18 +168,21 @@ pub fn load(
 /// Copies the kernel's segments to their physical addresses. Returns the PVH entry point and the
 /// end of the last segment.
 fn load_kernel(memory: &Memory, path: &Path) -> Result<(Entry, u64), BootError> {
-    let (mut file, _) = open("kernel", path)?;
-    let loaded = Elf::load(memory, None, &mut file, None).map_err(|e| match e {
+    let (mut image, size) = open("kernel", path)?;
+    prefer_huge_pages(memory, KERNEL, size as usize);
+    let loaded = Elf::load(memory, None, &mut image, None).map_err(|e| match e {
         LoaderError::Elf(
             elf::Error::InvalidElfMagicNumber
             | elf::Error::BigEndianElfOnLittle
             | elf::Error::InvalidProgramHeaderSize
             | elf::Error::ReadElfHeader,
         ) => BootError::NotElf(path.to_owned()),
-        LoaderError::Elf(elf::Error::ReadKernelImage) => BootError::KernelTooLarge {
-            path: path.to_owned(),
-            memory_mib: mib(memory),
-        },
+        LoaderError::Elf(elf::Error::ReadKernelImage) if !image.is_short() => {
+            BootError::KernelTooLarge {
+                path: path.to_owned(),
+                memory_mib: mib(memory),
+            }
+        }
         source => BootError::Damaged {
             path: path.to_owned(),
             source,
@@ -176,7 +206,7 @@ fn load_initramfs(
     path: &Path,
     kernel_end: u64,
 ) -> Result<hvm_modlist_entry, BootError> {
-    let (mut file, size) = open("initramfs", path)?;
+    let (mut image, size) = open("initramfs", path)?;
     let start = low_ram_end(memory)
         .checked_sub(size)
         .map(|start| start & !(PAGE - 1))
@@ -187,11 +217,11 @@ fn load_initramfs(
             memory_mib: mib(memory),
         })?;
     memory
-        .read_exact_volatile_from(GuestAddress(start), &mut file, size as usize)
-        .map_err(|e| BootError::Read {
+        .read_exact_volatile_from(GuestAddress(start), &mut image, size as usize)
+        .map_err(|source| BootError::Copy {
             what: "initramfs",
             path: path.to_owned(),
-            source: io::Error::other(e),
+            source,
         })?;
     Ok(hvm_modlist_entry {
         paddr: start,
@@ -200,7 +230,7 @@ fn load_initramfs(
     })
 }
 
-fn open(what: &'static str, path: &Path) -> Result<(File, u64), BootError> {
+fn open(what: &'static str, path: &Path) -> Result<(Image, u64), BootError> {
     let opened = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
     let (metadata, file) = opened.map_err(|source| BootError::Open {
         what,
@@ -213,7 +243,19 @@ fn open(what: &'static str, path: &Path) -> Result<(File, u64), BootError> {
             path: path.to_owned(),
         });
     }
-    Ok((file, metadata.len()))
+    let size = metadata.len();
+    if size == 0 {
+        return Err(BootError::Empty {
+            what,
+            path: path.to_owned(),
+        });
+    }
+    let image = Image::map(file, size as usize).map_err(|source| BootError::Map {
+        what,
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok((image, size))
 }
 
 fn write_cmdline(memory: &Memory, cmdline: &str) -> Result<(), BootError> {

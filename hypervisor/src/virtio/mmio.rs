@@ -15,6 +15,7 @@ use virtio_queue::{Queue, QueueState, QueueT};
 
 use super::queue_state::SavedQueue;
 use super::{ActivateError, Activation, Interrupt, Memory, VirtioDevice};
+use crate::memory::use_pages_of_hosts_choice;
 
 /// The size of a device's register window, its configuration space included, in bytes.
 pub const WINDOW_SIZE: u64 = 0x1000;
@@ -314,6 +315,8 @@ impl MmioTransport {
     }
 
     fn activate(&mut self) {
+        // A kernel that finds its devices has set its memory up.
+        use_pages_of_hosts_choice();
         let activation = self.activation();
         let mut device = lock(&self.device);
         if let Err(e) = activation.and_then(|activation| device.activate(activation)) {
