@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 /// The deadline is meant on the TSC, which has to be right first.
 const MSR_IA32_TSC_DEADLINE: u32 = 0x6e0;
 
+/// Hyper-V's synthetic MSRs (Hyper-V TLFS, appendix F).
+const HYPERV_MSRS: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
+
 /// All of a vCPU.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -67,6 +70,8 @@ impl StateLayout {
             .get_msr_index_list()
             .map_err(|e| StateError::Get("the list of MSRs", e))?;
         let mut msrs = list.as_slice().to_vec();
+        // The guest is told of KVM, not of Hyper-V; some of these are clocks of their own.
+        msrs.retain(|index| !HYPERV_MSRS.contains(index));
         msrs.sort_by_key(|index| *index == MSR_IA32_TSC_DEADLINE);
         Ok(Self {
             xsave_words: xsave_bytes
