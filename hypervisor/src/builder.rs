@@ -146,7 +146,9 @@ pub fn build(
     for device in devices.all {
         events.add_subscriber(device as Subscriber);
     }
-    memory::use_small_pages();
+    if config.memory_mib <= memory::SMALL_MIB {
+        memory::use_small_pages();
+    }
     let vcpus = start_vcpus(config.vcpus, &kvm, &vm, entry, |index, fd| {
         let (bus, ending) = (Arc::clone(&bus), Arc::clone(ending));
         Vcpu::start(index, fd, bus, ending, count_exits)

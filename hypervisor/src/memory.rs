@@ -47,6 +47,9 @@ const HUGE_PAGE: usize = 2 << 20;
 /// The most guest memory, in MiB: 1 TiB, which every processor with KVM can address.
 const MAX_MIB: u64 = 1 << 20;
 
+/// The most memory of a small machine, in MiB. A larger one's kernel fills whole huge pages with what it notes of each page.
+pub const SMALL_MIB: u64 = 512;
+
 /// Why guest memory cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
@@ -146,9 +149,9 @@ pub fn prefer_huge_pages(memory: &Memory, start: u64, length: usize) {
     }
 }
 
-/// From here on guest memory comes in small pages. While it boots, a kernel touches a hundred small
-/// pages in a huge one: clearing that costs twice what faulting those in does, and memory that
-/// nobody uses.
+/// From here on guest memory comes in small pages. While it boots, the kernel of a small machine touches a
+/// hundred small pages in a huge one: clearing that costs twice what faulting those in does, and
+/// memory that nobody uses.
 pub fn use_small_pages() {
     set_huge_pages_disabled(1);
 }
