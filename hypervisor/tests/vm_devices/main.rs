@@ -1,0 +1,440 @@
+//! The devices with a real guest: a Linux that drives them by its shell.
+//!
+//! Needs KVM: runs only with `CUBE_TEST_KVM=1`, and boots the kernel that `CUBE_KERNEL` names.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod guest;
+mod network;
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cube_hypervisor_api::config::{DiskConfig, NetworkConfig};
+use cube_hypervisor_api::control::{Reply, Request};
+use tempfile::TempDir;
+
+use guest::{Guest, config, has_kvm, hypervisor};
+use network::{counters, ip, open_tap, own_namespace};
+
+const MIB: usize = 1 << 20;
+
+/// Bytes that are the same every time and do not repeat.
+fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        // The multiplier of Knuth's MMIX generator.
+        state = state
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        bytes.extend_from_slice(&state.to_be_bytes()[..4]);
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+fn image(bytes: &[u8]) -> (TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk.img");
+    fs::write(&path, bytes).unwrap();
+    (dir, path)
+}
+
+fn disk(path: &Path, read_only: bool) -> DiskConfig {
+    DiskConfig {
+        path: path.to_owned(),
+        read_only,
+        serial: "cube-disk-1".into(),
+    }
+}
+
+fn network(tap: &str) -> NetworkConfig {
+    NetworkConfig {
+        tap: tap.into(),
+        mac: Some("02:00:00:00:00:02".into()),
+        mtu: None,
+    }
+}
+
+/// The SHA-256 that the guest's busybox computes of what is the same here.
+fn guest_sum(guest: &mut Guest, command: &str) -> String {
+    let line = guest.ok(command);
+    line.split(' ').next().unwrap().to_owned()
+}
+
+fn host_sum(bytes: &[u8]) -> String {
+    let (_dir, path) = image(bytes);
+    let output = std::process::Command::new("sha256sum")
+        .arg(path)
+        .output()
+        .unwrap();
+    String::from_utf8(output.stdout)
+        .unwrap()
+        .split(' ')
+        .next()
+        .unwrap()
+        .to_owned()
+}
+
+#[test]
+fn the_console_carries_input_and_a_megabyte_of_output() {
+    if !has_kvm("console") {
+        return;
+    }
+    let mut guest = Guest::boot(config());
+    assert_eq!(guest.ok("echo 'one  two'; echo three"), "one  two\nthree");
+    assert_eq!(guest.run("false"), (String::new(), 1));
+    let numbers = guest.ok("seq 1 150000");
+    let expected: Vec<String> = (1..=150_000).map(|number| number.to_string()).collect();
+    assert!(
+        numbers == expected.join("\n"),
+        "{} bytes arrived",
+        numbers.len()
+    );
+    let Reply::Console(tail) = guest.request(&Request::Console, &[]) else {
+        panic!("no console");
+    };
+    assert!(tail.ends_with("150000\n@status 0\n"), "{tail}");
+    assert!(tail.len() <= 16 * 1024);
+    guest.end();
+}
+
+#[test]
+fn random_numbers_come_from_the_host() {
+    if !has_kvm("entropy") {
+        return;
+    }
+    let mut guest = Guest::boot(config());
+    assert_eq!(
+        guest.ok("cat /sys/class/misc/hw_random/rng_current"),
+        "virtio_rng.0"
+    );
+    let read = "dd if=/dev/hwrng bs=16 count=4 2>/dev/null | od -An -tx1";
+    let (first, second) = (guest.ok(read), guest.ok(read));
+    assert_eq!(first.split_whitespace().count(), 64);
+    assert_ne!(first, second);
+    guest.end();
+    let mut without = config();
+    without.entropy = false;
+    let mut guest = Guest::boot(without);
+    assert_eq!(
+        guest.ok("cat /sys/class/misc/hw_random/rng_current"),
+        "none"
+    );
+    guest.end();
+}
+
+#[test]
+fn what_is_written_to_a_disk_is_there_after_the_machine() {
+    if !has_kvm("disk") {
+        return;
+    }
+    let (_dir, path) = image(&pattern(32 * MIB, 1));
+    let mut machine = config();
+    machine.disks = vec![disk(&path, false)];
+    let mut guest = Guest::boot(machine.clone());
+    assert_eq!(guest.ok("cat /sys/block/vda/serial"), "cube-disk-1");
+    assert_eq!(guest.ok("cat /sys/block/vda/size"), "65536");
+    assert_eq!(guest.ok("cat /sys/block/vda/ro"), "0");
+    assert_eq!(
+        guest_sum(&mut guest, "sha256sum /dev/vda"),
+        host_sum(&pattern(32 * MIB, 1))
+    );
+
+    // A file system, filled by writes of all sizes, and a machine that is cut off after a sync.
+    guest.ok("mke2fs -q /dev/vda 2>/dev/null && mkdir /mnt && mount -t ext2 /dev/vda /mnt");
+    guest.ok("seq 1 200000 >/mnt/numbers && dd if=/mnt/numbers of=/mnt/odd bs=777 2>/dev/null");
+    guest.ok("for i in $(seq 200); do echo $i >/mnt/file$i; done");
+    let sum = guest_sum(&mut guest, "cat /mnt/* | sha256sum");
+    guest.ok("sync");
+    guest.ask(&Request::Stop, &[]);
+    drop(guest);
+
+    let mut guest = Guest::boot(machine);
+    guest.ok("mkdir /mnt && mount -t ext2 /dev/vda /mnt");
+    assert_eq!(guest_sum(&mut guest, "cat /mnt/* | sha256sum"), sum);
+    guest.ok("umount /mnt");
+    let blocks = || fs::metadata(&path).unwrap().blocks();
+    let before = blocks();
+    guest.ok("blkdiscard /dev/vda");
+    assert!(
+        blocks() < before / 4,
+        "{} of {before} blocks are left",
+        blocks()
+    );
+    guest.end();
+}
+
+#[test]
+fn several_readers_and_writers_at_once_see_what_they_wrote() {
+    if !has_kvm("disk") {
+        return;
+    }
+    let (_dir, path) = image(&vec![0; 32 * MIB]);
+    let mut machine = config();
+    machine.vcpus = 2;
+    machine.disks = vec![disk(&path, false)];
+    let mut guest = Guest::boot(machine);
+    guest.ok("dd if=/dev/urandom of=/tmp/random bs=1M count=4 2>/dev/null");
+    let sum = guest_sum(&mut guest, "sha256sum /tmp/random");
+    guest.ok(
+        "for i in 0 1 2 3 4 5 6 7; do dd if=/tmp/random of=/dev/vda bs=64k seek=$((i * 64)) conv=notrunc,fsync 2>/dev/null & done; wait",
+    );
+    guest.ok("echo 3 >/proc/sys/vm/drop_caches");
+    let sums = guest.ok(
+        "for i in 0 1 2 3 4 5 6 7; do dd if=/dev/vda bs=64k skip=$((i * 64)) count=64 2>/dev/null | sha256sum & done; wait",
+    );
+    assert_eq!(sums.matches(&sum).count(), 8, "{sums}");
+    guest.end();
+    let bytes = fs::read(&path).unwrap();
+    for part in bytes.chunks(4 * MIB) {
+        assert!(part == &bytes[..4 * MIB]);
+    }
+}
+
+#[test]
+fn a_read_only_disk_stays_as_it_is() {
+    if !has_kvm("disk") {
+        return;
+    }
+    let bytes = pattern(MIB, 3);
+    let (_dir, path) = image(&bytes);
+    let mut machine = config();
+    machine.disks = vec![disk(&path, true)];
+    let mut guest = Guest::boot(machine);
+    assert_eq!(guest.ok("cat /sys/block/vda/ro"), "1");
+    guest.fails("dd if=/dev/zero of=/dev/vda bs=4k count=1 2>&1");
+    // The guest's kernel would refuse; the device is to refuse as well.
+    guest.run("blockdev --setrw /dev/vda");
+    guest.fails("dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync 2>&1");
+    assert_eq!(
+        guest_sum(&mut guest, "sha256sum /dev/vda"),
+        host_sum(&bytes)
+    );
+    guest.end();
+    assert!(fs::read(&path).unwrap() == bytes);
+}
+
+#[test]
+fn a_disk_is_attached_while_the_machine_runs() {
+    if !has_kvm("disk") {
+        return;
+    }
+    let bytes = pattern(2 * MIB, 4);
+    let (_dir, path) = image(&bytes);
+    let mut machine = config();
+    machine.spare_disks = 2;
+    let mut guest = Guest::boot(machine);
+    assert_eq!(guest.ok("cat /sys/block/vdb/size"), "0");
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let request = Request::AttachDisk {
+        slot: 1,
+        read_only: false,
+    };
+    guest.ask(&request, &[file.as_fd()]);
+    guest.wait_for("[ $(cat /sys/block/vdb/size) = 4096 ]");
+    assert_eq!(guest.ok("cat /sys/block/vda/size"), "0");
+    assert_eq!(
+        guest_sum(&mut guest, "sha256sum /dev/vdb"),
+        host_sum(&bytes)
+    );
+    guest.ok("echo changed | dd of=/dev/vdb bs=512 seek=7 conv=notrunc,fsync 2>/dev/null");
+    let mut got = [0; 8];
+    file.read_exact_at(&mut got, 7 * 512).unwrap();
+    assert_eq!(&got, b"changed\n");
+    let again = guest.request(&request, &[file.as_fd()]);
+    assert_eq!(again, Reply::Failed("The slot has a disk already".into()));
+
+    // A read-only one in the other slot: the guest may try, the file stays as it is.
+    let (_dir, path) = image(&bytes);
+    let request = Request::AttachDisk {
+        slot: 0,
+        read_only: true,
+    };
+    guest.ask(&request, &[File::open(&path).unwrap().as_fd()]);
+    guest.wait_for("[ $(cat /sys/block/vda/size) = 4096 ]");
+    assert_eq!(
+        guest_sum(&mut guest, "sha256sum /dev/vda"),
+        host_sum(&bytes)
+    );
+    guest.fails("dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync 2>&1");
+    guest.end();
+    assert!(fs::read(&path).unwrap() == bytes);
+}
+
+/// A guest with eth0 up as 10.9.0.2, and the host's tap0 as 10.9.0.1.
+fn networked_guest() -> Guest {
+    own_namespace();
+    ip("tuntap add tap0 mode tap vnet_hdr");
+    ip("link set tap0 mtu 1400 up");
+    ip("addr add 10.9.0.1/24 dev tap0");
+    let mut machine = config();
+    machine.networks = vec![network("tap0")];
+    let mut guest = Guest::boot(machine);
+    guest.ok("ip link set lo up; ip link set eth0 up && ip addr add 10.9.0.2/24 dev eth0");
+    guest
+}
+
+#[test]
+fn packets_of_all_sizes_reach_the_host_and_come_back() {
+    if !has_kvm("network") {
+        return;
+    }
+    let mut guest = networked_guest();
+    assert_eq!(
+        guest.ok("cat /sys/class/net/eth0/address"),
+        "02:00:00:00:00:02"
+    );
+    assert_eq!(guest.ok("cat /sys/class/net/eth0/mtu"), "1400");
+    assert_eq!(guest.ok("cat /sys/class/net/eth0/carrier"), "1");
+    // Within one packet, just not any more, and as many fragments as a datagram can have.
+    for size in [1, 56, 1372, 1373, 60_000] {
+        guest.ok(&format!("ping -c 3 -s {size} -w 60 10.9.0.1"));
+    }
+    // A datagram both ways, with the checksums that the other side's kernel looks at.
+    let socket = std::net::UdpSocket::bind("10.9.0.1:7000").unwrap();
+    socket
+        .set_read_timeout(Some(Duration::from_secs(60)))
+        .unwrap();
+    guest.start("echo hello | nc -u -w 2 10.9.0.1 7000");
+    let mut bytes = [0; 100];
+    let (count, from) = socket.recv_from(&mut bytes).unwrap();
+    assert_eq!(&bytes[..count], b"hello\n");
+    socket.send_to(b"you too\n", from).unwrap();
+    assert_eq!(guest.finish().0, "you too");
+    guest.end();
+}
+
+#[test]
+fn bulk_data_goes_both_ways_in_large_segments() {
+    if !has_kvm("network") {
+        return;
+    }
+    const BULK: usize = 16 * MIB;
+    let mut guest = networked_guest();
+    let bytes = pattern(BULK, 5);
+    let sum = host_sum(&bytes);
+
+    let before = counters("tap0");
+    guest.start("nc -l -p 7001 >/tmp/bulk; sha256sum /tmp/bulk");
+    let mut stream = connect("10.9.0.2:7001");
+    let start = Instant::now();
+    stream.write_all(&bytes).unwrap();
+    drop(stream);
+    let (text, _) = guest.finish();
+    println!("to the guest: {} ms", start.elapsed().as_millis());
+    assert!(text.starts_with(&sum), "{text}");
+    let after = counters("tap0");
+    let (bytes_sent, packets) = (after.sent.0 - before.sent.0, after.sent.1 - before.sent.1);
+    assert!(
+        bytes_sent / packets > 5000,
+        "{bytes_sent} bytes in {packets} packets"
+    );
+
+    let listener = TcpListener::bind("10.9.0.1:7002").unwrap();
+    guest.start("nc 10.9.0.1 7002 </tmp/bulk");
+    let (mut stream, _) = listener.accept().unwrap();
+    let start = Instant::now();
+    let mut got = Vec::with_capacity(BULK);
+    stream.read_to_end(&mut got).unwrap();
+    println!("from the guest: {} ms", start.elapsed().as_millis());
+    assert!(got == bytes);
+    drop(stream);
+    guest.finish();
+    let end = counters("tap0");
+    let (received, packets) = (
+        end.received.0 - after.received.0,
+        end.received.1 - after.received.1,
+    );
+    assert!(
+        received / packets > 5000,
+        "{received} bytes in {packets} packets"
+    );
+    guest.end();
+}
+
+fn connect(address: &str) -> TcpStream {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => return stream,
+            // The guest's program does not listen yet.
+            Err(e) if Instant::now() > deadline => panic!("{address}: {e}"),
+            Err(_) => std::thread::yield_now(),
+        }
+    }
+}
+
+#[test]
+fn a_network_is_attached_vanishes_and_is_attached_again() {
+    if !has_kvm("network") {
+        return;
+    }
+    own_namespace();
+    let mut machine = config();
+    machine.spare_networks = 1;
+    let mut guest = Guest::boot(machine);
+    guest.ok("ip link set eth0 up && ip addr add 10.9.0.2/24 dev eth0");
+    assert_eq!(guest.ok("cat /sys/class/net/eth0/carrier"), "0");
+    for name in ["tap1", "tap2"] {
+        let tap = open_tap(name);
+        ip(&format!("link set {name} up"));
+        ip(&format!("addr add 10.9.0.1/24 dev {name}"));
+        guest.ask(&Request::AttachNetwork { slot: 0 }, &[tap.as_fd()]);
+        drop(tap);
+        guest.wait_for("[ $(cat /sys/class/net/eth0/carrier) = 1 ]");
+        guest.ok("ping -c 2 -w 60 10.9.0.1");
+        ip(&format!("link del {name}"));
+        guest.wait_for("[ $(cat /sys/class/net/eth0/carrier) = 0 ]");
+    }
+    let errors = guest.end();
+    assert!(
+        errors.contains("The TAP tap1 is gone, the link is down"),
+        "{errors}"
+    );
+}
+
+#[test]
+fn a_device_that_cannot_be_is_told_in_one_line() {
+    if !has_kvm("configuration") {
+        return;
+    }
+    own_namespace();
+    let dir = tempfile::tempdir().unwrap();
+    let odd = dir.path().join("odd");
+    fs::write(&odd, [0; 513]).unwrap();
+    let disk = |path: &Path| serde_json::json!({"disks": [{"path": path}]});
+    let net = |field: &str, value: serde_json::Value| {
+        let mut network = serde_json::json!({"tap": "tap0"});
+        network[field] = value;
+        serde_json::json!({"networks": [network]})
+    };
+    let cases = [
+        (disk(Path::new("/missing.img")), "/missing.img"),
+        (disk(dir.path()), "neither a file nor a block device"),
+        (disk(&odd), "513 bytes"),
+        (net("tap", "lo".into()), "the TAP lo"),
+        (
+            net("tap", "a-name-that-is-too-long".into()),
+            "1 to 15 bytes",
+        ),
+        (net("mac", "01:00:00:00:00:01".into()), "MAC address"),
+        (net("mtu", 67.into()), "68 to 65535"),
+    ];
+    for (mut machine, expected) in cases {
+        machine["kernel"] = config().kernel.to_str().unwrap().into();
+        let file = dir.path().join("vm.json");
+        fs::write(&file, machine.to_string()).unwrap();
+        let output = hypervisor().arg("--config").arg(&file).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert_eq!(text.lines().count(), 1, "{text}");
+        assert!(text.contains(expected), "{text}");
+    }
+}
