@@ -75,7 +75,8 @@ impl Console {
         }
     }
 
-    fn raw(fd: BorrowedFd<'_>) -> Self {
+    /// A console whose standard output is `fd`.
+    pub(crate) fn raw(fd: BorrowedFd<'_>) -> Self {
         Self::with_sink(match Output::new(fd) {
             Ok(output) => Sink::Raw { output, written: 0 },
             Err(_) => Sink::None,

@@ -249,8 +249,8 @@ impl VirtioDevice for ConsoleDevice {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-    use std::os::fd::OwnedFd;
+    use std::io::{Read, Seek, Write};
+    use std::os::fd::{AsFd, OwnedFd};
 
     use cube_hypervisor_api::config;
     use proptest::prelude::*;
@@ -284,6 +284,58 @@ mod tests {
         driver.activate(FEATURE_VERSION_1);
         driver.run();
         assert_eq!(console.tail(100), "early");
+    }
+
+    /// Sends `chunks` of 4 KiB as the guest does, each when the one before was used.
+    fn transmit(driver: &mut Driver<ConsoleDevice>, chunks: usize) {
+        for chunk in 0..chunks {
+            driver.write(BUFFERS, &[chunk as u8; 4096]);
+            driver.add(1, &[(BUFFERS, 4096, false)]);
+            driver.kick(1);
+            while driver.used(1).is_empty() {
+                driver.run_for(10_000);
+            }
+        }
+    }
+
+    #[test]
+    fn a_slow_reader_of_standard_output_holds_the_guest_back_and_misses_nothing() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        let console = Arc::new(Console::raw(writer.as_fd()));
+        let mut driver = Driver::active(ConsoleDevice::new(console.clone(), None).unwrap());
+        let reader = std::thread::spawn(move || {
+            let mut all: Vec<u8> = Vec::new();
+            let mut some = [0; 777];
+            while all.len() < 256 * 4096 {
+                let count = reader.read(&mut some).unwrap();
+                all.extend(&some[..count]);
+            }
+            all
+        });
+        transmit(&mut driver, 256);
+        console.finish();
+        let all = reader.join().unwrap();
+        assert!(
+            all.chunks(4096)
+                .zip(0u8..=255)
+                .all(|(chunk, number)| chunk == [number; 4096])
+        );
+    }
+
+    #[test]
+    fn standard_output_may_be_a_file() {
+        let mut file = tempfile::tempfile().unwrap();
+        let (reader, mut input) = io::pipe().unwrap();
+        let console = Arc::new(Console::raw(file.as_fd()));
+        let device = ConsoleDevice::new(console, Some(Input::new(OwnedFd::from(reader)))).unwrap();
+        let mut driver = Driver::active(device);
+        transmit(&mut driver, 100);
+        assert_eq!(file.stream_position().unwrap(), 100 * 4096);
+        driver.add(0, &[(BUFFERS, 16, true)]);
+        driver.kick(0);
+        input.write_all(b"hello").unwrap();
+        driver.run();
+        assert_eq!(driver.used(0).len(), 1);
     }
 
     #[test]

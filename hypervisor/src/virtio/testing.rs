@@ -161,6 +161,11 @@ impl<D: VirtioDevice> Driver<D> {
         panic!("the device does not come to rest");
     }
 
+    /// Lets the event loop wait for one event, for at most `milliseconds`.
+    pub fn run_for(&mut self, milliseconds: i32) {
+        self.manager.run_with_timeout(milliseconds).unwrap();
+    }
+
     /// Lets the event loop run until the device interrupts, for at most ten seconds.
     pub fn wait(&mut self) {
         for _ in 0..1000 {

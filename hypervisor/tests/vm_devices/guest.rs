@@ -196,10 +196,6 @@ impl Guest {
         self.errors.take().unwrap().join().unwrap()
     }
 
-    pub fn pid(&self) -> u32 {
-        self.process.id()
-    }
-
     fn line(&mut self) -> String {
         self.lines
             .recv_timeout(PATIENCE)

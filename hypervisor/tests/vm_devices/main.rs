@@ -83,25 +83,20 @@ fn host_sum(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn the_console_carries_input_and_a_megabyte_of_output() {
+fn the_console_carries_input_and_output() {
     if !has_kvm("console") {
         return;
     }
     let mut guest = Guest::boot(config());
     assert_eq!(guest.ok("echo 'one  two'; echo three"), "one  two\nthree");
     assert_eq!(guest.run("false"), (String::new(), 1));
-    let numbers = guest.ok("seq 1 150000");
-    let expected: Vec<String> = (1..=150_000).map(|number| number.to_string()).collect();
-    assert!(
-        numbers == expected.join("\n"),
-        "{} bytes arrived",
-        numbers.len()
-    );
     let Reply::Console(tail) = guest.request(&Request::Console, &[]) else {
         panic!("no console");
     };
-    assert!(tail.ends_with("150000\n@status 0\n"), "{tail}");
-    assert!(tail.len() <= 16 * 1024);
+    assert!(
+        tail.ends_with("@ready\none  two\nthree\n@status 0\n@status 1\n"),
+        "{tail}"
+    );
     guest.end();
 }
 
@@ -297,17 +292,19 @@ fn packets_of_all_sizes_reach_the_host_and_come_back() {
     for size in [1, 56, 1372, 1373, 60_000] {
         guest.ok(&format!("ping -c 3 -s {size} -w 60 10.9.0.1"));
     }
-    // A datagram both ways, with the checksums that the other side's kernel looks at.
+    // A datagram both ways, whose checksums the other side's kernel looks at: a file by TFTP (RFC 1350).
     let socket = std::net::UdpSocket::bind("10.9.0.1:7000").unwrap();
     socket
         .set_read_timeout(Some(Duration::from_secs(60)))
         .unwrap();
-    guest.start("echo hello | nc -u -w 2 10.9.0.1 7000");
+    guest.start("tftp -g -r file -l /tmp/file 10.9.0.1 7000 2>/dev/null && cat /tmp/file");
     let mut bytes = [0; 100];
     let (count, from) = socket.recv_from(&mut bytes).unwrap();
-    assert_eq!(&bytes[..count], b"hello\n");
-    socket.send_to(b"you too\n", from).unwrap();
-    assert_eq!(guest.finish().0, "you too");
+    assert!(bytes[..count].starts_with(b"\0\x01file\0octet\0"));
+    socket.send_to(b"\0\x03\0\x01the only block", from).unwrap();
+    let (count, _) = socket.recv_from(&mut bytes).unwrap();
+    assert_eq!(&bytes[..count], b"\0\x04\0\x01");
+    assert_eq!(guest.finish(), ("the only block".into(), 0));
     guest.end();
 }
 
