@@ -342,6 +342,10 @@ pub fn assert_no_traces_of(id: &str) {
 
 fn find(directory: &Path, id: &str, traces: &mut Vec<String>) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        // A detached client's FIFOs are its own, and stay when a shim is gone before it: with runc too.
+        if entry.path() == Path::new("/run/containerd/fifo") {
+            continue;
+        }
         if mentions(&entry.file_name().to_string_lossy(), id) {
             traces.push(format!("file {}", entry.path().display()));
         } else if entry.file_type().is_ok_and(|t| t.is_dir()) {
