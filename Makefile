@@ -63,7 +63,7 @@ test: check unit vm-tests
 check: setup
 	@cargo fmt --all --check
 	@tests/check-dependencies
-	@cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	@cargo clippy --workspace --all-targets --locked --quiet --keep-going -- -D warnings
 
 unit: setup
 	@cargo test --workspace --lib --bins --locked --quiet

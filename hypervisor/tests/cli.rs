@@ -1,5 +1,6 @@
 //! What cannot be used is one line on stderr that names the cause and the cure, the right exit
 //! status, and nothing left behind. None of this needs KVM to work.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Linux as the guest. They need KVM and the guest kernel.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! What a snapshot keeps of KVM's objects comes back as it was. They need KVM.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 use cube_hypervisor::cpu::cpuid::Template;
 use cube_hypervisor::cpu::registers;

@@ -1,4 +1,5 @@
 //! Machines that run, with kernels of a few instructions. They need KVM.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 mod common;
 

@@ -100,7 +100,7 @@ impl Events {
             }
         });
         events.wait_for("/namespaces/update", &label);
-        drop(stop.send(()));
+        let _ = stop.send(());
         caller.join().unwrap();
         events
     }

@@ -328,6 +328,7 @@ fn holes_and_allocation_work(dir: &Path) {
     file.write_all_at(&[7; 1 << 20], 0).unwrap();
     // SAFETY: plain calls on an open file.
     let allocate = |mode, offset, length| ok(unsafe { libc::fallocate(fd, mode, offset, length) });
+    // SAFETY: lseek takes no pointer.
     let seek = |offset, whence| unsafe { libc::lseek(fd, offset, whence) };
     allocate(
         libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,

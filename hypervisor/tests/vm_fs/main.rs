@@ -19,8 +19,11 @@ use checks::CHECKS;
 use guest::SHARE;
 use vm::Vm;
 
+/// A name and what it proves.
+type Case = (&'static str, fn(&mut Vm));
+
 /// What needs both sides.
-const CASES: &[(&str, fn(&mut Vm))] = &[
+const CASES: &[Case] = &[
     (
         "what_the_guest_wrote_is_in_the_snapshot",
         what_the_guest_wrote_is_in_the_snapshot,
