@@ -1,5 +1,6 @@
 # make run     set up everything and run two containers, each in a microVM of its own
 # make test    all tests
+# make test-more   the longer ones, and those that have not settled yet
 # make bench   the measurements of docs/SPECIFICATION.md
 # make install, make uninstall   honour PREFIX and DESTDIR
 
@@ -17,7 +18,7 @@ STAGE := $(abspath $(TARGET))/stage
 bindir := $(DESTDIR)$(PREFIX)/bin
 sharedir := $(DESTDIR)$(PREFIX)/share/cube
 
-.PHONY: build setup programs kernel stage run test check unit vm-tests bench install uninstall clean help
+.PHONY: build setup programs kernel stage run test check unit vm-tests test-more bench install uninstall clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -70,6 +71,9 @@ unit: setup
 
 vm-tests: stage
 	@tests/run-all $(STAGE)
+
+test-more: stage
+	@tests/run-all $(STAGE) more
 
 bench: stage
 	@tests/bench/run $(STAGE)
