@@ -150,8 +150,7 @@ pub fn prefer_huge_pages(memory: &Memory, start: u64, length: usize) {
 }
 
 /// From here on guest memory comes in small pages. While it boots, the kernel of a small machine touches a
-/// hundred small pages in a huge one: clearing that costs twice what faulting those in does, and
-/// memory that nobody uses.
+/// part of each huge page only: clearing the rest is work, and memory, that nobody uses.
 pub fn use_small_pages() {
     set_huge_pages_disabled(1);
 }

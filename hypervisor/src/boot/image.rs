@@ -1,8 +1,7 @@
 //! Files on their way into guest memory: kernel and initramfs.
 //!
 //! They are mapped, not read, and copied past the caches: they are megabytes that the hypervisor
-//! does not look at again. Beside one `read` of the same file that takes half of the
-//! instructions on the counting clock, where the kernel copies byte by byte.
+//! does not look at again.
 
 use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
 use std::fs::File;
