@@ -4,19 +4,23 @@
 //! so the order of events is the order of the changes. One task takes them out and forwards them,
 //! one at a time; while containerd is away they wait.
 
+mod connection;
+mod socket_watch;
+
 use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::events::task::{
-    TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskPaused, TaskResumed,
-    TaskStart,
+    TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskOOM, TaskPaused,
+    TaskResumed, TaskStart,
 };
 use containerd_shim_protos::shim::event::Envelope;
 use containerd_shim_protos::shim::events::ForwardRequest;
-use containerd_shim_protos::shim_async::{Client, EventsClient};
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{Message, MessageField};
 use tokio::sync::{mpsc, oneshot};
+
+use connection::Connection;
 
 /// Something that happened to a task.
 #[derive(Clone, Debug, PartialEq)]
@@ -37,6 +41,8 @@ pub enum Event {
     Paused(TaskPaused),
     /// A task was resumed.
     Resumed(TaskResumed),
+    /// The kernel has killed something in a task for want of memory.
+    Oom(TaskOOM),
 }
 
 impl Event {
@@ -51,6 +57,7 @@ impl Event {
             Self::Delete(m) => ("/tasks/delete", "TaskDelete", m.write_to_bytes()),
             Self::Paused(m) => ("/tasks/paused", "TaskPaused", m.write_to_bytes()),
             Self::Resumed(m) => ("/tasks/resumed", "TaskResumed", m.write_to_bytes()),
+            Self::Oom(m) => ("/tasks/oom", "TaskOOM", m.write_to_bytes()),
         }
     }
 }
@@ -72,7 +79,8 @@ pub struct Queue {
 }
 
 /// A new queue. It has no bound: an event is a few hundred bytes, and while containerd is away
-/// nothing happens but exits, of which each process has one.
+/// nothing happens but exits, of which each process has one, and OOM kills, of which no more are
+/// asked for until the last one of the container was sent (see [`Publisher::sent`]).
 pub fn queue() -> (Publisher, Queue) {
     let (queue, items) = mpsc::unbounded_channel();
     (Publisher { queue }, Queue { items })
@@ -84,11 +92,16 @@ impl Publisher {
         let _ = self.queue.send(Item::Event(SystemTime::now(), event));
     }
 
-    /// Waits until everything put in so far was sent, at most `limit`.
-    pub async fn flush(&self, limit: Duration) {
+    /// Waits until everything put in so far was sent, or the queue is gone.
+    pub async fn sent(&self) {
         let (done, flushed) = oneshot::channel();
         let _ = self.queue.send(Item::Flush(done));
-        if tokio::time::timeout(limit, flushed).await.is_err() {
+        let _ = flushed.await;
+    }
+
+    /// The same, at most `limit`.
+    pub async fn flush(&self, limit: Duration) {
+        if tokio::time::timeout(limit, self.sent()).await.is_err() {
             log::warn!("containerd did not take all events within {limit:?}");
         }
     }
@@ -97,7 +110,7 @@ impl Publisher {
 impl Queue {
     /// Forwards events to the ttrpc socket at `address` until the queue's entrances are gone.
     pub async fn forward(mut self, address: String, namespace: String) {
-        let mut connection = Connection::new(address);
+        let mut connection = Connection::new(&address);
         while let Some(item) = self.items.recv().await {
             match item {
                 Item::Event(at, event) => {
@@ -120,6 +133,14 @@ impl Queue {
                 Item::Event(_, event) => return Some(event),
                 Item::Flush(done) => drop(done.send(())),
             }
+        }
+    }
+
+    /// Waits for somebody who waits for the events before it to be sent, and tells them, for tests.
+    #[cfg(test)]
+    pub async fn flushed(&mut self) {
+        if let Some(Item::Flush(done)) = self.items.recv().await {
+            let _ = done.send(());
         }
     }
 
@@ -165,64 +186,6 @@ pub fn timestamp(at: SystemTime) -> Timestamp {
         seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
         nanos: i32::try_from(since_epoch.subsec_nanos()).unwrap_or(0),
         ..Default::default()
-    }
-}
-
-/// A connection to containerd that is made when it is needed, and made again when it broke.
-struct Connection {
-    address: String,
-    client: Option<EventsClient>,
-    pause: Duration,
-}
-
-/// The pause before the next attempt to reach containerd doubles from the first to the last.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
-const LAST_PAUSE: Duration = Duration::from_secs(1);
-
-impl Connection {
-    fn new(address: String) -> Self {
-        let address = match address.strip_prefix("unix://") {
-            Some(_) => address,
-            None => format!("unix://{address}"),
-        };
-        Self {
-            address,
-            client: None,
-            pause: FIRST_PAUSE,
-        }
-    }
-
-    /// Returns when containerd has taken the event, or has refused it for good.
-    async fn send(&mut self, request: &ForwardRequest) {
-        loop {
-            match self.try_send(request).await {
-                Ok(()) => break,
-                // containerd is there and does not want it; asking again changes nothing.
-                Err(ttrpc::Error::RpcStatus(status)) => {
-                    log::error!("containerd refused an event: {}", status.message);
-                    break;
-                }
-                Err(error) => {
-                    log::debug!("containerd does not take events now: {error}");
-                    self.client = None;
-                    tokio::time::sleep(self.pause).await;
-                    self.pause = LAST_PAUSE.min(self.pause * 2);
-                }
-            }
-        }
-        self.pause = FIRST_PAUSE;
-    }
-
-    async fn try_send(&mut self, request: &ForwardRequest) -> ttrpc::Result<()> {
-        let client = match &self.client {
-            Some(client) => client,
-            None => {
-                let client = Client::connect(&self.address).await?;
-                self.client.insert(EventsClient::new(client))
-            }
-        };
-        client.forward(Default::default(), request).await?;
-        Ok(())
     }
 }
 
