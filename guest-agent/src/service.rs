@@ -5,8 +5,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use cube_agent_protocol::agent::{
     ConfigureRequest, ContainerRequest, CreateContainerRequest, Empty, ExecRequest,
-    ListProcessesResponse, ProcessCreated, ProcessRequest, ResizePtyRequest, SignalRequest,
-    StatsResponse, UpdateRequest, WaitResponse,
+    ListProcessesResponse, ProcessCreated, ProcessExit, ProcessRequest, ResizePtyRequest,
+    SignalRequest, StatsResponse, UpdateRequest, WaitRequest, WaitResponse,
 };
 use cube_agent_protocol::agent_ttrpc::Agent;
 use tokio::task::JoinError;
@@ -65,22 +65,26 @@ impl Agent for Service {
         done(self.containers.signal(&request))
     }
 
-    async fn wait(&self, _: &TtrpcContext, request: ProcessRequest) -> Result<WaitResponse> {
-        let exit = self
+    async fn wait(&self, _: &TtrpcContext, request: WaitRequest) -> Result<WaitResponse> {
+        let (exit, oom_kills) = self
             .containers
-            .wait(&request.container_id, &request.exec_id)
-            .await;
-        exit.map(wait_response).map_err(status)
+            .wait(&request.container_id, &request.exec_id, request.oom_kills)
+            .await
+            .map_err(status)?;
+        let mut response = WaitResponse::new();
+        response.exit = exit.map(process_exit).into();
+        response.oom_kills = oom_kills;
+        Ok(response)
     }
 
-    async fn delete(&self, _: &TtrpcContext, request: ProcessRequest) -> Result<WaitResponse> {
+    async fn delete(&self, _: &TtrpcContext, request: ProcessRequest) -> Result<ProcessExit> {
         let containers = self.containers.clone();
         let deleted = tokio::spawn(async move {
             containers
                 .delete(&request.container_id, &request.exec_id)
                 .await
         });
-        joined(deleted.await).map(wait_response)
+        joined(deleted.await).map(process_exit)
     }
 
     async fn close_stdin(&self, _: &TtrpcContext, request: ProcessRequest) -> Result<Empty> {
@@ -162,8 +166,8 @@ fn done(done: std::result::Result<(), ContainerError>) -> Result<Empty> {
     done.map(|()| Empty::new()).map_err(status)
 }
 
-fn wait_response(exit: Exit) -> WaitResponse {
-    let mut response = WaitResponse::new();
+fn process_exit(exit: Exit) -> ProcessExit {
+    let mut response = ProcessExit::new();
     response.exit_status = exit.status;
     response.exited_at_ns = exit.at_ns;
     response

@@ -239,7 +239,6 @@ fn prepare(
             terminal: request.terminal,
         },
         console_size: spec.console_size(),
-        own_pid_namespace: spec.has_own_pid_namespace(),
         undo,
         event: create_event(request),
         bundle,

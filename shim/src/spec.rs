@@ -130,13 +130,6 @@ impl Spec {
         self.get(&["process"]).map(console_size).unwrap_or_default()
     }
 
-    /// Whether the container has a PID namespace that ends with its init.
-    pub fn has_own_pid_namespace(&self) -> bool {
-        self.namespaces()
-            .iter()
-            .any(|n| kind(n) == "pid" && path(n).is_empty())
-    }
-
     /// The network namespace for the hypervisor. A VM cannot use the host's own network: where
     /// the specification names none, it gets one of its own.
     pub fn network_namespace(&self) -> NetworkNamespace {
@@ -500,7 +493,6 @@ mod tests {
             parsed.network_namespace(),
             NetworkNamespace::Existing("/var/run/netns/a".into())
         );
-        assert!(parsed.has_own_pid_namespace());
         let (guest, _) = translate(value).unwrap();
         assert_eq!(
             guest["linux"]["namespaces"],

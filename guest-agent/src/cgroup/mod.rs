@@ -3,6 +3,7 @@
 //! Documentation/admin-guide/cgroup-v2.rst of Linux describes all files that are used here.
 
 pub mod devices;
+pub mod oom;
 mod resources;
 pub mod stats;
 

@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex};
 use cube_agent_protocol::agent;
 use oci_spec::runtime::LinuxResources;
 
+use crate::cgroup::oom::OomKills;
 use crate::cgroup::{Cgroup, CgroupError};
 use crate::helper::parent::{HelperError, Launcher};
 use crate::reaper::{Exit, Reaper, exited};
@@ -228,12 +229,18 @@ impl Containers {
         }
     }
 
-    /// Resolves with a process's exit.
-    pub async fn wait(&self, container: &str, exec: &str) -> Result<Exit> {
-        let exit = self.find(container)?.process(exec)?.exit();
-        exited(exit)
-            .await
-            .ok_or_else(|| no_process(container, exec))
+    /// Resolves when a process has exited, or when its container has had more than `oom_kills` OOM
+    /// kills: with the exit in the first case, and with the number of kills up to then.
+    pub async fn wait(&self, id: &str, exec: &str, oom_kills: u64) -> Result<(Option<Exit>, u64)> {
+        let container = self.find(id)?;
+        let exit = container.process(exec)?.exit();
+        let kills = OomKills::of(&container.cgroup);
+        let exit = tokio::select! {
+            biased;
+            exit = exited(exit) => Some(exit.ok_or_else(|| no_process(id, exec))?),
+            () = kills.more_than(oom_kills) => None,
+        };
+        Ok((exit, kills.count()))
     }
 
     /// Forgets an exited exec, or a container that is not running.

@@ -2,10 +2,13 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::unix::net::UnixListener as StdUnixListener;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use cube_agent_protocol::agent::{
-    ConfigureRequest, Empty, ListProcessesResponse, Process as GuestProcess, ProcessCreated, Stdio,
+    ConfigureRequest, CreateContainerRequest, Empty, ExecRequest, ListProcessesResponse,
+    Process as GuestProcess, ProcessCreated, ProcessExit, ResizePtyRequest, SignalRequest, Stdio,
+    WaitRequest, WaitResponse,
 };
 use cube_agent_protocol::agent_ttrpc::{Agent, create_agent};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -18,12 +21,14 @@ use ttrpc::r#async::{Server, TtrpcContext};
 use super::*;
 use crate::guest::Streams;
 use crate::hypervisor::Ended;
-use crate::publisher::{self, Queue};
+use crate::publisher::{self, Event, Queue};
 
 /// What runs in the pretended guest.
 #[derive(Default)]
 struct State {
     processes: HashMap<(String, String), watch::Sender<Option<u32>>>,
+    /// Of all containers.
+    oom_kills: watch::Sender<u64>,
     log: VecDeque<String>,
     streams: std::path::PathBuf,
     /// Commands that do not answer.
@@ -37,7 +42,19 @@ fn status(code: Code, message: &str) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, message))
 }
 
+fn process_exit(exit_status: u32) -> ProcessExit {
+    ProcessExit {
+        exit_status,
+        ..Default::default()
+    }
+}
+
 impl FakeAgent {
+    fn oom_kill(&self) {
+        let state = self.0.lock().unwrap();
+        state.oom_kills.send_modify(|kills| *kills += 1);
+    }
+
     fn exit(&self, id: &str, exec: &str, code: u32) {
         let state = self.0.lock().unwrap();
         state.processes[&(id.to_owned(), exec.to_owned())].send_replace(Some(code));
@@ -128,35 +145,34 @@ impl Agent for FakeAgent {
         Ok(Empty::default())
     }
 
-    async fn wait(&self, _: &TtrpcContext, r: ProcessRequest) -> ttrpc::Result<WaitResponse> {
-        let exit = self
-            .0
-            .lock()
-            .unwrap()
-            .processes
-            .get(&(r.container_id, r.exec_id))
-            .map(|p| p.subscribe());
+    async fn wait(&self, _: &TtrpcContext, r: WaitRequest) -> ttrpc::Result<WaitResponse> {
+        let (exit, mut oom_kills) = {
+            let state = self.0.lock().unwrap();
+            let exit = state.processes.get(&(r.container_id, r.exec_id));
+            (exit.map(|p| p.subscribe()), state.oom_kills.subscribe())
+        };
         let mut exit = exit.ok_or_else(|| status(Code::NOT_FOUND, "no such process"))?;
-        match exit.wait_for(Option::is_some).await {
-            Ok(exit) => Ok(WaitResponse {
-                exit_status: exit.unwrap(),
-                ..Default::default()
-            }),
-            Err(_) => Err(status(Code::NOT_FOUND, "deleted")),
-        }
+        let exit = tokio::select! {
+            biased;
+            exit = exit.wait_for(Option::is_some) => match exit {
+                Ok(exit) => *exit,
+                Err(_) => return Err(status(Code::NOT_FOUND, "deleted")),
+            },
+            _ = oom_kills.wait_for(|kills| *kills > r.oom_kills) => None,
+        };
+        let oom_kills = *oom_kills.borrow();
+        Ok(WaitResponse {
+            exit: exit.map(process_exit).into(),
+            oom_kills,
+            ..Default::default()
+        })
     }
 
-    async fn delete(&self, _: &TtrpcContext, r: ProcessRequest) -> ttrpc::Result<WaitResponse> {
+    async fn delete(&self, _: &TtrpcContext, r: ProcessRequest) -> ttrpc::Result<ProcessExit> {
         let mut state = self.0.lock().unwrap();
         state.log.push_back(format!("delete {}", r.exec_id));
         match state.processes.remove(&(r.container_id, r.exec_id)) {
-            Some(exit) => {
-                let exit_status = exit.borrow().unwrap_or(137);
-                Ok(WaitResponse {
-                    exit_status,
-                    ..Default::default()
-                })
-            }
+            Some(exit) => Ok(process_exit(exit.borrow().unwrap_or(137))),
             None => Err(status(Code::NOT_FOUND, "no such process")),
         }
     }
@@ -269,7 +285,6 @@ impl Bench {
             spec: b"{}".to_vec(),
             rootfs: "/rootfs".into(),
             console_size: (0, 0),
-            own_pid_namespace: true,
             undo: Undo::new(),
             event: TaskCreate {
                 container_id: id.into(),
@@ -309,6 +324,7 @@ impl Bench {
                 Event::Delete(_) => "delete",
                 Event::Paused(_) => "paused",
                 Event::Resumed(_) => "resumed",
+                Event::Oom(_) => "oom",
             };
         }
         names
@@ -414,15 +430,13 @@ async fn a_failed_exec_wakes_its_waiters_and_can_be_deleted() {
 }
 
 #[tokio::test]
-async fn an_exec_that_survives_in_a_shared_pid_namespace_is_ended_and_exits_first() {
+async fn an_execs_exit_comes_first_although_its_answer_comes_last() {
     let mut bench = bench().await;
-    let mut new = bench.new_container("c", Uris::default());
-    new.own_pid_namespace = false;
-    bench.tasks.create(new, bench.guest.clone()).await.unwrap();
-    bench.tasks.start("c", "").await.unwrap();
+    bench.run("c").await;
     bench.add_exec("c", "e", "sleep");
     bench.tasks.start("c", "e").await.unwrap();
     bench.agent.exit("c", "", 0);
+    bench.agent.exit("c", "e", 137);
     assert_eq!(
         bench.events().await,
         [
@@ -436,6 +450,41 @@ async fn an_exec_that_survives_in_a_shared_pid_namespace_is_ended_and_exits_firs
     );
     assert_eq!(bench.tasks.wait("c", "e").await.unwrap().status, 137);
     assert_eq!(bench.tasks.wait("c", "").await.unwrap().status, 0);
+}
+
+#[tokio::test]
+async fn kills_for_want_of_memory_are_told_when_they_happen_and_before_the_exit() {
+    let mut bench = bench().await;
+    bench.run("c").await;
+    assert_eq!(bench.events().await, ["create", "start"]);
+    // What survives in the container makes each kill an event of its own.
+    for _ in 0..3 {
+        bench.agent.oom_kill();
+        assert_eq!(bench.events().await, ["oom"]);
+        // The next is asked for when this one was sent.
+        bench.events.flushed().await;
+    }
+    // The last one takes the init along.
+    bench.agent.oom_kill();
+    bench.agent.exit("c", "", 137);
+    assert_eq!(bench.events().await, ["oom", "exit"]);
+    bench.tasks.delete("c", "").await.unwrap();
+    assert_eq!(bench.events().await, ["delete"]);
+}
+
+#[tokio::test]
+async fn while_containerd_is_away_one_event_stands_for_all_kills() {
+    let mut bench = bench().await;
+    bench.run("c").await;
+    assert_eq!(bench.events().await, ["create", "start"]);
+    bench.agent.oom_kill();
+    assert_eq!(bench.events().await, ["oom"]);
+    for _ in 0..1000 {
+        bench.agent.oom_kill();
+        tokio::task::yield_now().await;
+    }
+    bench.agent.exit("c", "", 137);
+    assert_eq!(bench.events().await, ["oom", "exit"]);
 }
 
 #[tokio::test]

@@ -1,0 +1,148 @@
+//! What may be asked of a process that runs.
+
+use std::time::Duration;
+
+use cube_agent_protocol::agent::{ResizePtyRequest, SignalRequest, StatsResponse, UpdateRequest};
+use ttrpc::context::Context;
+
+use super::{Tasks, container_request};
+use crate::container::Phase;
+use crate::guest::GuestError;
+use crate::task_error::TaskError;
+
+/// How long the agent may take to answer to SIGKILL of an init. A guest that does not is cut off.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
+
+impl Tasks {
+    /// Signals a process, or every process of a container.
+    pub async fn kill(
+        &self,
+        id: &str,
+        exec: &str,
+        signal: u32,
+        all: bool,
+    ) -> Result<(), TaskError> {
+        let guest = self.with(id, |entry| {
+            entry.container.check_kill(exec)?;
+            Ok(entry.guest.clone())
+        })?;
+        let request = SignalRequest {
+            container_id: id.to_owned(),
+            exec_id: exec.to_owned(),
+            signal,
+            all: all && exec.is_empty(),
+            ..Default::default()
+        };
+        let call = guest.call(|agent| agent.signal(Context::default(), &request));
+        if signal != libc::SIGKILL as u32 || !exec.is_empty() {
+            call.await?;
+            return Ok(());
+        }
+        match tokio::time::timeout(KILL_LIMIT, call).await {
+            // The machine is gone, and the process with it.
+            Ok(Ok(_) | Err(GuestError::Ended(_))) => Ok(()),
+            Ok(Err(error)) => Err(error.into()),
+            Err(_) => {
+                guest.cut_off("it does not answer to SIGKILL");
+                Ok(())
+            }
+        }
+    }
+
+    /// Freezes a container.
+    pub async fn pause(&self, id: &str) -> Result<(), TaskError> {
+        let guest = self.with(id, |entry| {
+            entry.container.check_phase(Phase::Running)?;
+            Ok(entry.guest.clone())
+        })?;
+        let request = container_request(id);
+        guest
+            .call(|agent| agent.pause(Context::default(), &request))
+            .await?;
+        self.with(id, |entry| {
+            entry.container.paused();
+            Ok(())
+        })
+    }
+
+    /// Lets a frozen container run.
+    pub async fn resume(&self, id: &str) -> Result<(), TaskError> {
+        let guest = self.with(id, |entry| {
+            entry.container.check_phase(Phase::Paused)?;
+            Ok(entry.guest.clone())
+        })?;
+        let request = container_request(id);
+        guest
+            .call(|agent| agent.resume(Context::default(), &request))
+            .await?;
+        self.with(id, |entry| {
+            entry.container.resumed();
+            Ok(())
+        })
+    }
+
+    /// Changes a container's limits to those of `resources`, an OCI `LinuxResources` object.
+    pub async fn update(&self, id: &str, resources: Vec<u8>) -> Result<(), TaskError> {
+        let guest = self.guest(id)?;
+        let request = UpdateRequest {
+            id: id.to_owned(),
+            resources,
+            ..Default::default()
+        };
+        guest
+            .call(|agent| agent.update(Context::default(), &request))
+            .await?;
+        Ok(())
+    }
+
+    /// The figures of a container's cgroup.
+    pub async fn stats(&self, id: &str) -> Result<StatsResponse, TaskError> {
+        let guest = self.guest(id)?;
+        let request = container_request(id);
+        Ok(guest
+            .call(|agent| agent.stats(Context::default(), &request))
+            .await?)
+    }
+
+    /// Gives a process's terminal another size, width and height. Without a terminal nothing
+    /// happens.
+    pub async fn resize(&self, id: &str, exec: &str, size: (u32, u32)) -> Result<(), TaskError> {
+        let guest = self.with(id, |entry| {
+            let guest = entry.guest.clone();
+            let process = entry.container.process_mut(exec)?;
+            if !process.uris.terminal || process.phase == Phase::Stopped {
+                return Ok(None);
+            }
+            if let Some(pending) = process.pending_mut() {
+                pending.size = size;
+                return Ok(None);
+            }
+            Ok(Some(guest))
+        })?;
+        let Some(guest) = guest else { return Ok(()) };
+        let request = ResizePtyRequest {
+            container_id: id.to_owned(),
+            exec_id: exec.to_owned(),
+            width: size.0,
+            height: size.1,
+            ..Default::default()
+        };
+        guest
+            .call(|agent| agent.resize_pty(Context::default(), &request))
+            .await?;
+        Ok(())
+    }
+
+    /// Ends a process's standard input once what is in it was read.
+    pub fn close_stdin(&self, id: &str, exec: &str) -> Result<(), TaskError> {
+        self.with(id, |entry| {
+            let process = entry.container.process_mut(exec)?;
+            if let Some(relays) = &mut process.relays {
+                relays.close_stdin();
+            } else if let Some(pending) = process.pending_mut() {
+                pending.stdin_closed = true;
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,177 @@
+//! From create to a process that runs.
+
+use std::sync::Arc;
+
+use containerd_shim_protos::events::task::TaskCreate;
+use cube_agent_protocol::agent::{CreateContainerRequest, ExecRequest};
+use protobuf::MessageField;
+use ttrpc::context::Context;
+
+use super::{Entry, NewContainer, Tasks, container_request};
+use crate::container::{Container, PendingExec, Start};
+use crate::guest::Guest;
+use crate::publisher::Event;
+use crate::stdio::{HostStdio, Relays, Uris};
+use crate::task_error::TaskError;
+
+impl Tasks {
+    /// Creates a container in the guest.
+    pub async fn create(
+        self: &Arc<Self>,
+        new: NewContainer,
+        guest: Arc<Guest>,
+    ) -> Result<u32, TaskError> {
+        let id = new.reservation.id().to_owned();
+        let failed = |source| TaskError::Guest {
+            context: "OCI runtime create failed: ",
+            source,
+        };
+        let host = HostStdio::open(&new.uris, &id, &self.namespace)
+            .await
+            .map_err(TaskError::host)?;
+        let (stdio, offered) = guest
+            .offer_streams(&host, new.uris.terminal, new.console_size)
+            .map_err(failed)?;
+        let request = CreateContainerRequest {
+            id: id.clone(),
+            spec: new.spec,
+            rootfs: new.rootfs,
+            stdio: MessageField::some(stdio),
+            ..Default::default()
+        };
+        let created = guest
+            .call(|agent| agent.create_container(Context::default(), &request))
+            .await
+            .map_err(failed)?;
+        let streams = guest.accept_streams(offered).await.map_err(failed)?;
+        let relays = Relays::start(host, streams);
+
+        let pid = guest.pid;
+        let container = Container::new(
+            id.clone(),
+            new.bundle,
+            pid,
+            new.uris,
+            Some(relays),
+            created.pid,
+            self.publisher.clone(),
+        );
+        let entry = Entry {
+            container,
+            guest,
+            undo: new.undo,
+        };
+        let mut table = self.lock();
+        table.entries.insert(id.clone(), entry);
+        self.publisher
+            .publish(Event::Create(TaskCreate { pid, ..new.event }));
+        drop(table);
+        self.watch(&id, "");
+        Ok(pid)
+    }
+
+    /// Starts the init, or an exec.
+    pub async fn start(self: &Arc<Self>, id: &str, exec: &str) -> Result<u32, TaskError> {
+        let (guest, start) = self.with(id, |entry| {
+            Ok((entry.guest.clone(), entry.container.begin_start(exec)?))
+        })?;
+        let started = match start {
+            Start::Init => self.start_init(id, &guest).await.map(|()| None),
+            Start::Exec(pending, uris) => {
+                let size = pending.size;
+                self.start_exec(id, exec, &guest, pending, &uris)
+                    .await
+                    .map(|(pid, relays)| Some((size, pid, relays)))
+            }
+        };
+        match started {
+            Err(error) => {
+                let _ = self.with(id, |entry| {
+                    entry.container.fail_start(exec);
+                    Ok(())
+                });
+                Err(error)
+            }
+            Ok(None) => self.with(id, |entry| {
+                entry.container.finish_start(exec, None);
+                Ok(entry.container.pid)
+            }),
+            Ok(Some((size, guest_pid, relays))) => {
+                let (pid, now_wanted) = self.with(id, |entry| {
+                    let asked = entry
+                        .container
+                        .finish_start(exec, Some((guest_pid, Some(relays))));
+                    Ok((entry.container.pid, asked.size))
+                })?;
+                self.watch(id, exec);
+                if now_wanted != size {
+                    self.resize(id, exec, now_wanted).await?;
+                }
+                Ok(pid)
+            }
+        }
+    }
+
+    async fn start_init(&self, id: &str, guest: &Guest) -> Result<(), TaskError> {
+        let request = container_request(id);
+        guest
+            .call(|agent| agent.start_container(Context::default(), &request))
+            .await
+            .map_err(|source| TaskError::Guest {
+                context: "OCI runtime start failed: ",
+                source,
+            })?;
+        Ok(())
+    }
+
+    async fn start_exec(
+        &self,
+        id: &str,
+        exec: &str,
+        guest: &Guest,
+        pending: PendingExec,
+        uris: &Uris,
+    ) -> Result<(u32, Relays), TaskError> {
+        let failed = |source| TaskError::Guest {
+            context: "OCI runtime exec failed: ",
+            source,
+        };
+        let host = HostStdio::open(uris, id, &self.namespace)
+            .await
+            .map_err(TaskError::host)?;
+        let (stdio, offered) = guest
+            .offer_streams(&host, uris.terminal, pending.size)
+            .map_err(failed)?;
+        let request = ExecRequest {
+            container_id: id.to_owned(),
+            exec_id: exec.to_owned(),
+            process: pending.process,
+            stdio: MessageField::some(stdio),
+            ..Default::default()
+        };
+        let created = guest
+            .call(|agent| agent.exec(Context::default(), &request))
+            .await
+            .map_err(failed)?;
+        let streams = guest.accept_streams(offered).await.map_err(failed)?;
+        Ok((created.pid, Relays::start(host, streams)))
+    }
+
+    /// Adds an exec.
+    pub fn exec(
+        &self,
+        id: &str,
+        exec: &str,
+        uris: Uris,
+        process: Vec<u8>,
+    ) -> Result<(), TaskError> {
+        let object: serde_json::Value = serde_json::from_slice(&process)
+            .map_err(|e| TaskError::InvalidArgument(format!("the exec's process object: {e}")))?;
+        let pending = PendingExec {
+            size: crate::spec::console_size(&object),
+            process,
+            stdin_closed: false,
+        };
+        self.with(id, |entry| entry.container.add_exec(exec, uris, pending))
+    }
+}
