@@ -273,23 +273,6 @@ pub async fn figures(agent: Agent) {
     agent.end("f").await;
 }
 
-pub async fn memory_limit(agent: Agent) {
-    if !agent.has_controllers() {
-        // Only the nested host and the guest have the controllers in one tree.
-        return;
-    }
-    for _ in 0..3 {
-        let mut spec = spec(&["tail", "/dev/zero"]);
-        spec["linux"]["resources"]["memory"] = json!({"limit": 32 << 20});
-        agent.create("o", &spec, &agent.no_streams()).await.unwrap();
-        agent.start("o").await.unwrap();
-        assert_eq!(agent.wait("o", "").await.unwrap(), 137);
-        let stats = agent.stats("o").await.unwrap();
-        assert_eq!(stats.memory.events["oom_kill"], 1, "{stats:?}");
-        agent.delete("o", "").await.unwrap();
-    }
-}
-
 pub async fn wrong_calls(agent: Agent) {
     let not_found =
         |result: Result<u32, (Code, String)>| assert_eq!(result.unwrap_err().0, Code::NOT_FOUND);

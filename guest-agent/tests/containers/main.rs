@@ -12,6 +12,8 @@
 mod guest;
 mod isolation;
 mod lifecycle;
+mod memory;
+mod orphans;
 mod rig;
 mod streams;
 
@@ -23,7 +25,7 @@ macro_rules! tests {
 }
 
 /// Here, and in a guest too if there is KVM.
-const TESTS: [rig::Test; 21] = tests![
+const TESTS: [rig::Test; 24] = tests![
     a_container_says_hello_and_exits_with_its_code = lifecycle::hello,
     signals_end_a_container_with_128_and_the_number = lifecycle::signals,
     a_missing_program_fails_in_create_in_runcs_words = lifecycle::missing_program,
@@ -44,13 +46,17 @@ const TESTS: [rig::Test; 21] = tests![
     a_user_namespace_is_the_containers_and_its_execs = isolation::user_namespace,
     every_call_answers_wrong_names_and_states = lifecycle::wrong_calls,
     fifty_containers_at_once_leave_nothing = lifecycle::many,
-    past_its_memory_limit_a_container_is_killed = lifecycle::memory_limit,
+    past_its_memory_limit_a_container_is_killed_and_that_is_told = memory::limit,
+    kills_for_want_of_memory_are_told_while_the_container_lives = memory::survived,
+    a_thousand_orphans_leave_no_zombie_and_steal_no_status = orphans::thousand,
+    daemons_end_with_their_containers_init = orphans::daemons,
 ];
 
 /// In a guest only.
 const GUEST_TESTS: [rig::Test; 2] = tests![
-    guest_wide_settings_take_effect = guest::settings,
     settings_that_cannot_be_made_are_refused_by_name = guest::bad_settings,
+    // The last one: the machine ends with it.
+    guest_wide_settings_take_effect_and_shutdown_resets = guest::settings,
 ];
 
 fn main() -> std::process::ExitCode {
