@@ -28,7 +28,9 @@ stty -echo -onlcr
 echo "@ready"
 while IFS= read -r line; do
     eval "$line"
-    echo "@status $?"
+    status=$?
+    # What was printed may have ended within a line.
+    printf '\n@status %s\n' $status
 done
 "#;
 
@@ -152,6 +154,7 @@ impl Guest {
 
     /// Begins a command line in the guest, to be ended by [`finish`](Self::finish).
     pub fn start(&mut self, command: &str) {
+        println!("# {command}");
         writeln!(self.input, "{command}").unwrap();
     }
 
@@ -159,6 +162,7 @@ impl Guest {
         let mut text = String::new();
         loop {
             let line = self.line();
+            println!("{line}");
             if let Some(status) = line.strip_prefix("@status ") {
                 return (text.trim_end().to_owned(), status.parse().unwrap());
             }

@@ -94,7 +94,7 @@ fn the_console_carries_input_and_output() {
         panic!("no console");
     };
     assert!(
-        tail.ends_with("@ready\none  two\nthree\n@status 0\n@status 1\n"),
+        tail.ends_with("@ready\none  two\nthree\n\n@status 0\n\n@status 1\n"),
         "{tail}"
     );
     guest.end();
