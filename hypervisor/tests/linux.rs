@@ -3,10 +3,11 @@
 
 mod common;
 
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
 
 use cube_hypervisor_api::ExitStatus::{GuestCrash, GuestPanic};
-use cube_hypervisor_api::control::{Reply, Request};
+use cube_hypervisor_api::control::Request;
+use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use serde_json::json;
 
 use common::*;
@@ -28,7 +29,7 @@ fn the_example_runs_as_it_is() {
         cat /sys/class/net/eth0/address; ip link set eth0 up && echo up
         head -c 16 /dev/hwrng | wc -c
         reboot -f";
-    files.put("initramfs.img", &initramfs(script));
+    files.put("initramfs.img", &Initramfs::busybox(script));
     files.put("disk.img", &[b"hello".as_slice(), &[0; 4091]].concat());
     let example = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/vm.json");
     let config: serde_json::Value =
@@ -74,13 +75,17 @@ fn a_reset_by_triple_fault_is_a_crash() {
 #[test]
 fn a_hanging_guest_says_where_after_an_nmi() {
     let files = Files::new();
-    let script = "echo up; while :; do :; done";
-    let config = files.linux("unknown_nmi_panic", script, json!({"console": "ring"}));
+    // The guest tells by its disk that it hangs: in the console's driver, which holds a lock while it waits for the
+    // device, an NMI would find a panic without a voice.
+    let disk = files.put("disk", &[0; 512]);
+    let script = "echo >/dev/vda; sync; while :; do :; done";
+    let devices = json!({"console": "ring", "disks": [{"path": disk}]});
+    let config = files.linux("unknown_nmi_panic", script, devices);
+    let watch = inotify::init(CreateFlags::CLOEXEC).unwrap();
+    inotify::add_watch(&watch, &disk, WatchFlags::MODIFY).unwrap();
     let machine = Owned::boot(config);
-    while !matches!(machine.ask(Request::Console, &[]), Reply::Console(text) if text.contains("up"))
-    {
-    }
-    assert_eq!(machine.ask(Request::InjectNmi, &[]), Reply::Done);
+    rustix::io::read(&watch, &mut [0; 64]).unwrap();
+    machine.done(&Request::InjectNmi, &[]);
     let (status, message, console) = machine.end();
     assert_eq!(status, GuestPanic, "{console}");
     assert!(message.contains("NMI"), "{message}");
@@ -93,19 +98,15 @@ fn a_disk_attached_to_a_running_guest_is_there() {
     let script = "echo up
         while [ $(cat /sys/block/vda/size) = 0 ]; do sleep 0.01; done
         head -c 5 /dev/vda; reboot -f";
-    let config = files.linux("", script, json!({"console": "ring", "spare_disks": 1}));
-    let disk: OwnedFd = std::fs::File::open(files.put("disk", &b"hello".repeat(1024)))
-        .unwrap()
-        .into();
-    let machine = Owned::boot(config);
-    while !matches!(machine.ask(Request::Console, &[]), Reply::Console(text) if text.contains("up"))
-    {
-    }
+    let config = files.linux("", script, json!({"spare_disks": 1}));
+    let disk = std::fs::File::open(files.put("disk", &b"hello".repeat(1024))).unwrap();
+    let mut machine = Owned::boot(config);
+    machine.read_until("up");
     let attach = Request::AttachDisk {
         slot: 0,
         read_only: true,
     };
-    assert_eq!(machine.ask(attach, &[&disk]), Reply::Done);
+    machine.done(&attach, &[disk.as_fd()]);
     let (_, message, console) = machine.end();
     assert!(console.contains("hello"), "{message}: {console}");
 }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use cube_hypervisor_api::ExitStatus::{BadConfiguration, GuestCrash, GuestPanic, GuestReset};
 use cube_hypervisor_api::control::{Reply, Request};
@@ -93,16 +93,11 @@ fn a_signal_ends_the_machine_and_removes_its_socket() {
 fn an_owner_reads_the_console_and_stops_the_machine() {
     let files = Files::new();
     let code = [&code::print("up\n"), code::SPIN].concat();
-    let machine = Owned::boot(files.config(&code, json!({})));
-    // The guest is on its way: ask until it is there.
-    loop {
-        match machine.ask(Request::Console, &[]) {
-            Reply::Console(text) if text == "up\n" => break,
-            Reply::Console(text) => assert!("up\n".starts_with(&text), "{text}"),
-            other => panic!("{other:?}"),
-        }
-    }
-    assert_eq!(machine.ask(Request::Stop, &[]), Reply::Done);
+    let mut machine = Owned::boot(files.config(&code, json!({"console": "stdio"})));
+    machine.read_until("up\n");
+    let told = machine.ask(&Request::Console, &[]);
+    assert_eq!(told, Reply::Console("up\n".into()));
+    machine.done(&Request::Stop, &[]);
     let (status, message, console) = machine.end();
     assert_eq!(status, GuestReset);
     assert_eq!(message, "Stopped by the owner");
@@ -134,7 +129,7 @@ fn an_nmi_reaches_a_guest_that_hangs() {
     let files = Files::new();
     // Without an interrupt table the NMI ends in a triple fault.
     let machine = Owned::boot(files.config(code::SPIN, json!({})));
-    assert_eq!(machine.ask(Request::InjectNmi, &[]), Reply::Done);
+    machine.done(&Request::InjectNmi, &[]);
     let (status, message, _) = machine.end();
     assert_eq!(status, GuestCrash, "{message}");
 }
@@ -143,7 +138,7 @@ fn an_nmi_reaches_a_guest_that_hangs() {
 fn what_cannot_be_built_is_told_to_the_owner() {
     let machine = Owned::start();
     let config = serde_json::from_value(json!({"kernel": "/no/such"})).unwrap();
-    let Reply::Failed(reason) = machine.ask(Request::Boot(Box::new(config)), &[]) else {
+    let Reply::Failed(reason) = machine.ask(&Request::Boot(Box::new(config)), &[]) else {
         panic!("it runs");
     };
     assert!(reason.contains("/no/such"), "{reason}");
@@ -154,7 +149,7 @@ fn what_cannot_be_built_is_told_to_the_owner() {
 #[test]
 fn the_first_request_has_to_be_boot() {
     let machine = Owned::start();
-    let reply = machine.ask(Request::Stop, &[]);
+    let reply = machine.ask(&Request::Stop, &[]);
     assert!(matches!(reply, Reply::Failed(_)), "{reply:?}");
     assert_eq!(machine.end().0, BadConfiguration);
 }
@@ -162,17 +157,16 @@ fn the_first_request_has_to_be_boot() {
 #[test]
 fn requests_that_cannot_be_carried_out_say_why() {
     let files = Files::new();
-    let disk: OwnedFd = std::fs::File::open(files.put("disk", &[0; 512]))
-        .unwrap()
-        .into();
+    let file = std::fs::File::open(files.put("disk", &[0; 512])).unwrap();
+    let disk = file.as_fd();
     let machine = Owned::boot(files.config(code::SPIN, json!({"spare_disks": 1})));
-    let attach = |slot, read_only, fds: &[&OwnedFd]| {
-        machine.ask(Request::AttachDisk { slot, read_only }, fds)
+    let attach = |slot, read_only, fds: &[BorrowedFd<'_>]| {
+        machine.ask(&Request::AttachDisk { slot, read_only }, fds)
     };
     for (slot, read_only, fds) in [
-        (1, true, vec![&disk]),
+        (1, true, vec![disk]),
         (0, true, vec![]),
-        (0, false, vec![&disk]),
+        (0, false, vec![disk]),
     ] {
         let reply = attach(slot, read_only, &fds);
         assert!(
@@ -180,11 +174,11 @@ fn requests_that_cannot_be_carried_out_say_why() {
             "{slot} {read_only}: {reply:?}"
         );
     }
-    assert_eq!(attach(0, true, &[&disk]), Reply::Done);
-    assert!(matches!(attach(0, true, &[&disk]), Reply::Failed(_)));
+    assert_eq!(attach(0, true, &[disk]), Reply::Done);
+    assert!(matches!(attach(0, true, &[disk]), Reply::Failed(_)));
     let again = serde_json::from_value(json!({"kernel": "/no/such"})).unwrap();
-    let reply = machine.ask(Request::Boot(Box::new(again)), &[]);
+    let reply = machine.ask(&Request::Boot(Box::new(again)), &[]);
     assert_eq!(reply, Reply::Failed("The machine runs already".into()));
-    assert_eq!(machine.ask(Request::Stop, &[]), Reply::Done);
+    machine.done(&Request::Stop, &[]);
     assert_eq!(machine.end().0, GuestReset);
 }

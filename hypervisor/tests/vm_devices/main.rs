@@ -4,7 +4,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-mod guest;
+#[path = "../common/mod.rs"]
+mod common;
 mod network;
 
 use std::fs::{self, File};
@@ -19,7 +20,7 @@ use cube_hypervisor_api::config::{DiskConfig, NetworkConfig};
 use cube_hypervisor_api::control::{Reply, Request};
 use tempfile::TempDir;
 
-use guest::{Guest, config, has_kvm, hypervisor};
+use common::{Shell, has_kvm, hypervisor};
 use network::{counters, ip, open_tap, own_namespace};
 
 const MIB: usize = 1 << 20;
@@ -63,7 +64,7 @@ fn network(tap: &str) -> NetworkConfig {
 }
 
 /// The SHA-256 that the guest's busybox computes of what is the same here.
-fn guest_sum(guest: &mut Guest, command: &str) -> String {
+fn guest_sum(guest: &mut Shell, command: &str) -> String {
     let line = guest.ok(command);
     line.split(' ').next().unwrap().to_owned()
 }
@@ -87,10 +88,10 @@ fn the_console_carries_input_and_output() {
     if !has_kvm("console") {
         return;
     }
-    let mut guest = Guest::boot(config());
+    let mut guest = Shell::boot(Shell::config());
     assert_eq!(guest.ok("echo 'one  two'; echo three"), "one  two\nthree");
     assert_eq!(guest.run("false"), (String::new(), 1));
-    let Reply::Console(tail) = guest.request(&Request::Console, &[]) else {
+    let Reply::Console(tail) = guest.ask(&Request::Console, &[]) else {
         panic!("no console");
     };
     assert!(
@@ -105,7 +106,7 @@ fn random_numbers_come_from_the_host() {
     if !has_kvm("entropy") {
         return;
     }
-    let mut guest = Guest::boot(config());
+    let mut guest = Shell::boot(Shell::config());
     assert_eq!(
         guest.ok("cat /sys/class/misc/hw_random/rng_current"),
         "virtio_rng.0"
@@ -115,9 +116,9 @@ fn random_numbers_come_from_the_host() {
     assert_eq!(first.split_whitespace().count(), 64);
     assert_ne!(first, second);
     guest.end();
-    let mut without = config();
+    let mut without = Shell::config();
     without.entropy = false;
-    let mut guest = Guest::boot(without);
+    let mut guest = Shell::boot(without);
     assert_eq!(
         guest.ok("cat /sys/class/misc/hw_random/rng_current"),
         "none"
@@ -131,9 +132,9 @@ fn what_is_written_to_a_disk_is_there_after_the_machine() {
         return;
     }
     let (_dir, path) = image(&pattern(32 * MIB, 1));
-    let mut machine = config();
+    let mut machine = Shell::config();
     machine.disks = vec![disk(&path, false)];
-    let mut guest = Guest::boot(machine.clone());
+    let mut guest = Shell::boot(machine.clone());
     assert_eq!(guest.ok("cat /sys/block/vda/serial"), "cube-disk-1");
     assert_eq!(guest.ok("cat /sys/block/vda/size"), "65536");
     assert_eq!(guest.ok("cat /sys/block/vda/ro"), "0");
@@ -148,10 +149,10 @@ fn what_is_written_to_a_disk_is_there_after_the_machine() {
     guest.ok("for i in $(seq 200); do echo $i >/mnt/file$i; done");
     let sum = guest_sum(&mut guest, "cat /mnt/* | sha256sum");
     guest.ok("sync");
-    guest.ask(&Request::Stop, &[]);
+    guest.done(&Request::Stop, &[]);
     drop(guest);
 
-    let mut guest = Guest::boot(machine);
+    let mut guest = Shell::boot(machine);
     guest.ok("mkdir /mnt && mount -t ext2 /dev/vda /mnt");
     assert_eq!(guest_sum(&mut guest, "cat /mnt/* | sha256sum"), sum);
     guest.ok("umount /mnt");
@@ -172,10 +173,10 @@ fn several_readers_and_writers_at_once_see_what_they_wrote() {
         return;
     }
     let (_dir, path) = image(&vec![0; 32 * MIB]);
-    let mut machine = config();
+    let mut machine = Shell::config();
     machine.vcpus = 2;
     machine.disks = vec![disk(&path, false)];
-    let mut guest = Guest::boot(machine);
+    let mut guest = Shell::boot(machine);
     guest.ok("dd if=/dev/urandom of=/tmp/random bs=1M count=4 2>/dev/null");
     let sum = guest_sum(&mut guest, "sha256sum /tmp/random");
     guest.ok(
@@ -200,9 +201,9 @@ fn a_read_only_disk_stays_as_it_is() {
     }
     let bytes = pattern(MIB, 3);
     let (_dir, path) = image(&bytes);
-    let mut machine = config();
+    let mut machine = Shell::config();
     machine.disks = vec![disk(&path, true)];
-    let mut guest = Guest::boot(machine);
+    let mut guest = Shell::boot(machine);
     assert_eq!(guest.ok("cat /sys/block/vda/ro"), "1");
     guest.fails("dd if=/dev/zero of=/dev/vda bs=4k count=1 2>&1");
     // The guest's kernel would refuse; the device is to refuse as well.
@@ -223,16 +224,16 @@ fn a_disk_is_attached_while_the_machine_runs() {
     }
     let bytes = pattern(2 * MIB, 4);
     let (_dir, path) = image(&bytes);
-    let mut machine = config();
+    let mut machine = Shell::config();
     machine.spare_disks = 2;
-    let mut guest = Guest::boot(machine);
+    let mut guest = Shell::boot(machine);
     assert_eq!(guest.ok("cat /sys/block/vdb/size"), "0");
     let file = File::options().read(true).write(true).open(&path).unwrap();
     let request = Request::AttachDisk {
         slot: 1,
         read_only: false,
     };
-    guest.ask(&request, &[file.as_fd()]);
+    guest.done(&request, &[file.as_fd()]);
     guest.wait_for("[ $(cat /sys/block/vdb/size) = 4096 ]");
     assert_eq!(guest.ok("cat /sys/block/vda/size"), "0");
     assert_eq!(
@@ -243,7 +244,7 @@ fn a_disk_is_attached_while_the_machine_runs() {
     let mut got = [0; 8];
     file.read_exact_at(&mut got, 7 * 512).unwrap();
     assert_eq!(&got, b"changed\n");
-    let again = guest.request(&request, &[file.as_fd()]);
+    let again = guest.ask(&request, &[file.as_fd()]);
     assert_eq!(again, Reply::Failed("The slot has a disk already".into()));
 
     // A read-only one in the other slot: the guest may try, the file stays as it is.
@@ -252,7 +253,7 @@ fn a_disk_is_attached_while_the_machine_runs() {
         slot: 0,
         read_only: true,
     };
-    guest.ask(&request, &[File::open(&path).unwrap().as_fd()]);
+    guest.done(&request, &[File::open(&path).unwrap().as_fd()]);
     guest.wait_for("[ $(cat /sys/block/vda/size) = 4096 ]");
     assert_eq!(
         guest_sum(&mut guest, "sha256sum /dev/vda"),
@@ -264,14 +265,14 @@ fn a_disk_is_attached_while_the_machine_runs() {
 }
 
 /// A guest with eth0 up as 10.9.0.2, and the host's tap0 as 10.9.0.1.
-fn networked_guest() -> Guest {
+fn networked_guest() -> Shell {
     own_namespace();
     ip("tuntap add tap0 mode tap vnet_hdr");
     ip("link set tap0 mtu 1400 up");
     ip("addr add 10.9.0.1/24 dev tap0");
-    let mut machine = config();
+    let mut machine = Shell::config();
     machine.networks = vec![network("tap0")];
-    let mut guest = Guest::boot(machine);
+    let mut guest = Shell::boot(machine);
     guest.ok("ip link set lo up; ip link set eth0 up && ip addr add 10.9.0.2/24 dev eth0");
     guest
 }
@@ -374,16 +375,16 @@ fn a_network_is_attached_vanishes_and_is_attached_again() {
         return;
     }
     own_namespace();
-    let mut machine = config();
+    let mut machine = Shell::config();
     machine.spare_networks = 1;
-    let mut guest = Guest::boot(machine);
+    let mut guest = Shell::boot(machine);
     guest.ok("ip link set eth0 up && ip addr add 10.9.0.2/24 dev eth0");
     assert_eq!(guest.ok("cat /sys/class/net/eth0/carrier"), "0");
     for name in ["tap1", "tap2"] {
         let tap = open_tap(name);
         ip(&format!("link set {name} up"));
         ip(&format!("addr add 10.9.0.1/24 dev {name}"));
-        guest.ask(&Request::AttachNetwork { slot: 0 }, &[tap.as_fd()]);
+        guest.done(&Request::AttachNetwork { slot: 0 }, &[tap.as_fd()]);
         drop(tap);
         guest.wait_for("[ $(cat /sys/class/net/eth0/carrier) = 1 ]");
         guest.ok("ping -c 2 -w 60 10.9.0.1");
@@ -425,7 +426,7 @@ fn a_device_that_cannot_be_is_told_in_one_line() {
         (net("mtu", 67.into()), "68 to 65535"),
     ];
     for (mut machine, expected) in cases {
-        machine["kernel"] = config().kernel.to_str().unwrap().into();
+        machine["kernel"] = Shell::config().kernel.to_str().unwrap().into();
         let file = dir.path().join("vm.json");
         fs::write(&file, machine.to_string()).unwrap();
         let output = hypervisor().arg("--config").arg(&file).output().unwrap();

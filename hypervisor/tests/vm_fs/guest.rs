@@ -3,32 +3,16 @@
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
-use std::os::fd::{FromRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread;
 
 use crate::checks::CHECKS;
+use crate::common::twin::{HOST_LINES, connect};
 
-/// On the host: the port where the guest reports and takes its orders.
-pub const HOST_LINES: u32 = 100;
 /// Where the share is mounted.
 pub const SHARE: &str = "/share";
 
-const HOST_CID: u32 = 2;
-
-pub fn main() -> ! {
-    if let Err(error) = serve() {
-        println!("The guest of the share's test fails: {error}");
-    }
-    // SAFETY: no pointers are passed.
-    unsafe { libc::reboot(libc::RB_AUTOBOOT) };
-    loop {
-        thread::park();
-    }
-}
-
-fn serve() -> io::Result<()> {
+pub fn serve() -> io::Result<()> {
     for (kind, target) in [("proc", "/proc"), ("devtmpfs", "/dev"), ("tmpfs", "/tmp")] {
         mount(kind, kind, target)?;
     }
@@ -132,27 +116,6 @@ fn mount(source: &str, kind: &str, target: &str) -> io::Result<()> {
     };
     match done {
         0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-fn connect(port: u32) -> io::Result<UnixStream> {
-    // SAFETY: no pointers are passed.
-    let fd = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the socket has just been made, nobody else has it.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: it has only integer fields.
-    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
-    address.svm_family = libc::AF_VSOCK as u16;
-    address.svm_cid = HOST_CID;
-    address.svm_port = port;
-    let length = size_of::<libc::sockaddr_vm>() as u32;
-    // SAFETY: the address has this length.
-    match unsafe { libc::connect(fd, (&raw const address).cast(), length) } {
-        0 => Ok(socket.into()),
         _ => Err(io::Error::last_os_error()),
     }
 }

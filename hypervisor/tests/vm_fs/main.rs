@@ -7,108 +7,61 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod checks;
+#[path = "../common/mod.rs"]
+mod common;
 mod guest;
+mod mount;
 mod vm;
 
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
-use std::{env, fs, io};
+use std::{fs, io};
 
 use checks::CHECKS;
+use common::twin;
+use common::{Arguments, Case, has_kvm, run_cases};
 use guest::SHARE;
+use mount::Mount;
 use vm::Vm;
 
-/// A name and what it proves.
-type Case = (&'static str, fn(&mut Vm));
-
 /// What needs both sides.
-const CASES: &[Case] = &[
-    (
-        "what_the_guest_wrote_is_in_the_snapshot",
-        what_the_guest_wrote_is_in_the_snapshot,
-    ),
-    (
-        "what_the_host_changes_in_a_volume_is_seen_within_a_second",
-        what_the_host_changes_in_a_volume_is_seen_within_a_second,
-    ),
-    (
-        "mounts_come_and_go_while_the_guest_runs",
-        mounts_come_and_go_while_the_guest_runs,
-    ),
-    (
-        "a_walk_over_100000_files_leaves_few_descriptors_open",
-        a_walk_over_100000_files_leaves_few_descriptors_open,
-    ),
+const CASES: &[Case<Vm>] = cases![
+    what_the_guest_wrote_is_in_the_snapshot,
+    what_the_host_changes_in_a_volume_is_seen_within_a_second,
+    mounts_come_and_go_while_the_guest_runs,
+    a_walk_over_100000_files_leaves_few_descriptors_open,
 ];
-
-/// What is asked for, in the words of the usual test programs.
-#[derive(Default)]
-struct Arguments {
-    list: bool,
-    wait: bool,
-    measure: bool,
-    here: Option<PathBuf>,
-    filter: Option<String>,
-}
-
-impl Arguments {
-    fn read() -> Self {
-        let mut arguments = Self::default();
-        let mut given = env::args().skip(1);
-        while let Some(argument) = given.next() {
-            match argument.as_str() {
-                "--list" => arguments.list = true,
-                "--wait" => arguments.wait = true,
-                "--measure" => arguments.measure = true,
-                "--here" => arguments.here = given.next().map(PathBuf::from),
-                // One machine serves all cases, one after the other.
-                "--test-threads" => drop(given.next()),
-                option if option.starts_with('-') => {}
-                name => arguments.filter = Some(name.to_owned()),
-            }
-        }
-        arguments
-    }
-
-    fn wants(&self, name: &str) -> bool {
-        let filter = self.filter.as_ref();
-        filter.is_none_or(|part| name.contains(part.as_str()))
-    }
-}
 
 fn main() {
     if std::process::id() == 1 {
-        guest::main();
+        twin::guest(guest::serve);
     }
-    let arguments = Arguments::read();
+    let arguments = Arguments::read(&["--here"]);
     let checks = CHECKS.iter().filter(|(name, _)| arguments.wants(name));
-    let cases = CASES.iter().filter(|(name, _)| arguments.wants(name));
     if arguments.list {
-        checks.for_each(|(name, _)| println!("{name}: test"));
-        cases.for_each(|(name, _)| println!("{name}: test"));
-        return;
+        let cases = CASES.iter().map(|(name, _)| name);
+        let names = CHECKS.iter().map(|(name, _)| name).chain(cases);
+        return names.for_each(|name| println!("{name}: test"));
     }
-    if arguments.wait {
+    if arguments.has("--wait") {
         io::stdin().read_to_end(&mut Vec::new()).unwrap();
         return;
     }
-    if let Some(directory) = &arguments.here {
+    if let Some(directory) = arguments.value("--here") {
         for (name, check) in checks {
-            let own = directory.join(name);
+            let own = Path::new(directory).join(name);
             fs::create_dir_all(&own).unwrap();
             println!("test {name} ...");
             check(&own);
         }
         return;
     }
-    if env::var_os("CUBE_TEST_KVM").is_none() {
-        println!("vm_fs: not run, it needs CUBE_TEST_KVM=1 and CUBE_KERNEL");
+    if !has_kvm("vm_fs") {
         return;
     }
-    let kernel = env::var_os("CUBE_KERNEL").expect("CUBE_KERNEL names the guest kernel");
-    let mut vm = Vm::start(Path::new(&kernel));
-    if arguments.measure {
+    let mut vm = Vm::start();
+    if arguments.has("--measure") {
         return measure(&mut vm);
     }
     let mut failed = 0;
@@ -128,11 +81,7 @@ fn main() {
             }
         }
     }
-    for (name, case) in cases {
-        println!("test {name} ...");
-        case(&mut vm);
-        println!("test {name} ... ok");
-    }
+    run_cases(CASES, &arguments, &mut vm);
     assert_eq!(failed, 0, "{failed} checks failed");
 }
 
@@ -194,7 +143,7 @@ fn mounts_come_and_go_while_the_guest_runs(vm: &mut Vm) {
     fs::create_dir(&point).unwrap();
     assert_eq!(vm.ask("list", &in_guest), "");
     for round in 0..3 {
-        let mounted = vm::Mount::tmpfs(&point);
+        let mounted = Mount::tmpfs(&point);
         fs::write(point.join(format!("file{round}")), "x").unwrap();
         assert_eq!(vm.ask("list", &in_guest), format!("file{round}"));
         assert_ne!(
@@ -213,7 +162,7 @@ fn mounts_come_and_go_while_the_guest_runs(vm: &mut Vm) {
     fs::write(&point, "").unwrap();
     let in_guest = format!("{SHARE}/volumes/hosts");
     assert_eq!(vm.ask("read", &in_guest), "");
-    let mounted = vm::Mount::bind(&source, &point);
+    let mounted = Mount::bind(&source, &point);
     assert_eq!(vm.ask("read", &in_guest), "127.0.0.1 localhost");
     fs::write(&source, "127.0.0.1 localhost pod").unwrap();
     std::thread::sleep(Duration::from_millis(1100));

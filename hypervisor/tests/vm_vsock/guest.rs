@@ -3,10 +3,11 @@
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::thread;
 
+use crate::common::twin::{HOST_LINES, accept, connect, listen, reset};
 use crate::pattern::Pattern;
 
 /// Sends [`BULK`] bytes and takes as many, at once.
@@ -31,8 +32,6 @@ pub const PORT_SINK: u32 = 9;
 /// Sends [`BULK`] zeros.
 pub const PORT_SOURCE: u32 = 10;
 
-/// On the host: the lines.
-pub const HOST_LINES: u32 = 100;
 /// On the host: no service.
 pub const HOST_NOBODY: u32 = 101;
 
@@ -40,21 +39,7 @@ pub const BULK: u64 = 64 << 20;
 pub const LAST_WORDS: u64 = 700_000;
 pub const CONNECTIONS: usize = 500;
 
-const HOST_CID: u32 = 2;
-
-pub fn main() -> ! {
-    let result = serve();
-    if let Err(error) = &result {
-        println!("The guest of the vsock test fails: {error}");
-    }
-    // SAFETY: no pointers are passed.
-    unsafe { libc::reboot(libc::RB_AUTOBOOT) };
-    loop {
-        thread::park();
-    }
-}
-
-fn serve() -> io::Result<()> {
+pub fn serve() -> io::Result<()> {
     let mut lines = connect(HOST_LINES)?;
     let refused = connect(HOST_NOBODY).unwrap_err();
     let listen_to = [
@@ -144,10 +129,8 @@ fn serve() -> io::Result<()> {
         });
         // Whoever connects here ends the machine.
         let _ = accept(end);
-        // SAFETY: no pointers are passed.
-        unsafe { libc::reboot(libc::RB_AUTOBOOT) };
-    });
-    Ok(())
+        reset()
+    })
 }
 
 fn serve_bulk(stream: UnixStream) -> io::Result<String> {
@@ -234,59 +217,4 @@ fn serve_slow(mut stream: UnixStream, listener: &OwnedFd) -> io::Result<String> 
     accept(listener)?;
     let received = Pattern::new(6).check(&mut stream);
     Ok(format!("{received:?}"))
-}
-
-fn address(cid: u32, port: u32) -> libc::sockaddr_vm {
-    // SAFETY: all bytes zero are a valid address.
-    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
-    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
-    address.svm_cid = cid;
-    address.svm_port = port;
-    address
-}
-
-const ADDRESS_LEN: libc::socklen_t = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
-
-fn socket() -> io::Result<OwnedFd> {
-    // SAFETY: no pointers are passed; the descriptor is nobody else's.
-    match unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) } {
-        -1 => Err(io::Error::last_os_error()),
-        // SAFETY: see above.
-        fd => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-    }
-}
-
-fn connect(port: u32) -> io::Result<UnixStream> {
-    let socket = socket()?;
-    let address = address(HOST_CID, port);
-    // SAFETY: the pointer is to an address of the length given.
-    let result =
-        unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), ADDRESS_LEN) };
-    match result {
-        0 => Ok(UnixStream::from(socket)),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-fn listen(port: u32) -> io::Result<OwnedFd> {
-    let socket = socket()?;
-    let address = address(libc::VMADDR_CID_ANY, port);
-    // SAFETY: the pointer is to an address of the length given.
-    let bound = unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), ADDRESS_LEN) };
-    // SAFETY: no pointers are passed.
-    if bound != 0 || unsafe { libc::listen(socket.as_raw_fd(), 1024) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(socket)
-}
-
-/// What is accepted reads, writes and shuts down as any stream, so a `UnixStream` serves.
-fn accept(listener: &OwnedFd) -> io::Result<UnixStream> {
-    let null = std::ptr::null_mut();
-    // SAFETY: null pointers ask for no address; the descriptor is nobody else's.
-    match unsafe { libc::accept4(listener.as_raw_fd(), null, null.cast(), libc::SOCK_CLOEXEC) } {
-        -1 => Err(io::Error::last_os_error()),
-        // SAFETY: see above.
-        fd => Ok(UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) })),
-    }
 }

@@ -7,113 +7,59 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../common/mod.rs"]
+mod common;
 mod guest;
 mod pattern;
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::time::Instant;
-use std::{env, fs, thread};
+use std::{fs, thread};
 
+use serde_json::json;
+
+use common::twin::{self, Twin};
+use common::{Arguments, Case, has_kvm, run_cases};
 use guest::*;
 use pattern::Pattern;
 
-type Case = (&'static str, fn(&mut Vm));
-
-const CASES: [Case; 9] = [
-    (
-        "a_service_that_is_missing_is_refused",
-        a_service_that_is_missing_is_refused,
-    ),
-    (
-        "a_port_without_a_listener_is_refused",
-        a_port_without_a_listener_is_refused,
-    ),
-    ("64_mib_go_both_ways_at_once", bulk_goes_both_ways_at_once),
-    (
-        "500_connections_at_once_work",
-        hundreds_of_connections_at_once_work,
-    ),
-    ("the_client_may_end_first", the_client_may_end_first),
-    ("the_guest_may_end_first", the_guest_may_end_first),
-    (
-        "the_last_words_of_a_killed_process_arrive",
-        last_words_arrive,
-    ),
-    (
-        "a_guest_that_reads_late_gets_everything",
-        a_slow_guest_gets_everything,
-    ),
-    (
-        "the_socket_goes_with_the_machine",
-        the_socket_goes_with_the_machine,
-    ),
+const CASES: &[Case<Vm>] = cases![
+    a_service_that_is_missing_is_refused,
+    a_port_without_a_listener_is_refused,
+    bulk_goes_both_ways_at_once,
+    hundreds_of_connections_at_once_work,
+    the_client_may_end_first,
+    the_guest_may_end_first,
+    the_last_words_of_a_killed_process_arrive,
+    a_guest_that_reads_late_gets_everything,
+    the_socket_goes_with_the_machine,
 ];
-
-/// What is asked for, in the words of the usual test programs; and `--measure`.
-#[derive(Default)]
-struct Arguments {
-    list: bool,
-    measure: bool,
-    filter: Option<String>,
-}
 
 fn main() {
     if std::process::id() == 1 {
-        guest::main();
+        twin::guest(guest::serve);
     }
-    let arguments = arguments();
-    let wanted = |name: &str| {
-        arguments
-            .filter
-            .as_ref()
-            .is_none_or(|part| name.contains(part))
-    };
-    let cases = CASES.into_iter().filter(|(name, _)| wanted(name));
+    let arguments = Arguments::read(&[]);
     if arguments.list {
-        cases.for_each(|(name, _)| println!("{name}: test"));
+        let names = CASES.iter().map(|(name, _)| name);
+        return names.for_each(|name| println!("{name}: test"));
+    }
+    if !has_kvm("vm_vsock") {
         return;
     }
-    if env::var_os("CUBE_TEST_KVM").is_none() {
-        println!("vm_vsock: not run, it needs CUBE_TEST_KVM=1 and CUBE_KERNEL");
-        return;
-    }
-    let kernel = env::var_os("CUBE_KERNEL").expect("CUBE_KERNEL names the guest kernel");
-    if arguments.measure {
+    if arguments.has("--measure") {
         let mut started = None;
         report("a start to the first line", 1, || {
-            started = Some(Vm::start(Path::new(&kernel)));
+            started = Some(Vm::start());
         });
         measure(&mut started.expect("the report runs it"));
         return;
     }
-    let mut vm = Vm::start(Path::new(&kernel));
-    for (name, case) in cases {
-        println!("test {name} ...");
-        case(&mut vm);
-        println!("test {name} ... ok");
-    }
-}
-
-fn arguments() -> Arguments {
-    let mut arguments = Arguments::default();
-    let mut given = env::args().skip(1);
-    while let Some(argument) = given.next() {
-        match argument.as_str() {
-            "--list" => arguments.list = true,
-            "--measure" => arguments.measure = true,
-            // One machine serves all cases, one after the other.
-            "--test-threads" => drop(given.next()),
-            option if option.starts_with('-') => {}
-            name => arguments.filter = Some(name.to_owned()),
-        }
-    }
-    arguments
+    run_cases(CASES, &arguments, &mut Vm::start());
 }
 
 fn a_service_that_is_missing_is_refused(vm: &mut Vm) {
@@ -188,7 +134,7 @@ fn the_guest_may_end_first(vm: &mut Vm) {
     assert_eq!(vm.line(), "mute: Ok(1000000)");
 }
 
-fn last_words_arrive(vm: &mut Vm) {
+fn the_last_words_of_a_killed_process_arrive(vm: &mut Vm) {
     for _ in 0..5 {
         let mut client = vm.connect(PORT_DYING);
         assert_eq!(Pattern::new(5).check(&mut client).unwrap(), LAST_WORDS);
@@ -196,7 +142,7 @@ fn last_words_arrive(vm: &mut Vm) {
     }
 }
 
-fn a_slow_guest_gets_everything(vm: &mut Vm) {
+fn a_guest_that_reads_late_gets_everything(vm: &mut Vm) {
     let mut client = vm.connect(PORT_SLOW);
     let mut writer = client.try_clone().unwrap();
     let sender = thread::spawn(move || {
@@ -222,7 +168,7 @@ fn the_socket_goes_with_the_machine(vm: &mut Vm) {
         0o600
     );
     let _client = vm.dial(PORT_END);
-    assert_eq!(vm.child.wait().unwrap().code(), Some(0));
+    assert_eq!(vm.twin.child.wait().unwrap().code(), Some(0));
     assert!(!path.exists());
 }
 
@@ -286,60 +232,26 @@ fn exits() -> Vec<(&'static str, u64)> {
         .collect()
 }
 
-/// The machine and its lines.
+/// The machine.
 struct Vm {
-    dir: tempfile::TempDir,
-    child: Child,
+    twin: Twin,
     ready: String,
-    lines: BufReader<UnixStream>,
 }
 
 impl Vm {
-    fn start(kernel: &Path) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let initramfs = dir.path().join("initramfs");
-        write_initramfs(&initramfs);
-        let vsock = dir.path().join("v");
-        let config = serde_json::json!({
-            "kernel": kernel,
-            "initramfs": initramfs,
-            "cmdline": "quiet panic=-1 reboot=k",
-            "vcpus": 1,
-            "memory_mib": 256,
-            "vsock": { "path": vsock },
-            "console": "log",
-        });
-        let file = dir.path().join("vm.json");
-        fs::write(&file, config.to_string()).unwrap();
-        let service = UnixListener::bind(dir.path().join(format!("v_{HOST_LINES}"))).unwrap();
-        let built = env!("CARGO_BIN_EXE_cube-hypervisor").into();
-        let program = env::var_os("CUBE_HYPERVISOR").unwrap_or(built);
-        let child = Command::new(program)
-            .arg("--config")
-            .arg(&file)
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
-        let lines = accept_unless_it_ends(&service, child.id());
-        let mut vm = Self {
-            dir,
-            child,
-            ready: String::new(),
-            lines: BufReader::new(lines),
-        };
-        vm.ready = vm.line();
-        vm
+    fn start() -> Self {
+        let mut twin = Twin::start(tempfile::tempdir().unwrap(), json!({}));
+        let ready = twin.line();
+        Self { twin, ready }
     }
 
     fn path(&self) -> PathBuf {
-        self.dir.path().join("v")
+        self.twin.socket()
     }
 
     /// What the guest reports next.
     fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.lines.read_line(&mut line).unwrap();
-        line.trim_end().to_owned()
+        self.twin.line()
     }
 
     /// A client that has asked for `port`.
@@ -357,14 +269,6 @@ impl Vm {
     }
 }
 
-impl Drop for Vm {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 fn read_ok(client: &mut UnixStream) {
     let mut line = Vec::new();
     while line.last() != Some(&b'\n') {
@@ -377,58 +281,4 @@ fn read_ok(client: &mut UnixStream) {
         .strip_prefix("OK ")
         .and_then(|port| port.trim_end().parse::<u32>().ok());
     assert!(port.is_some(), "{line}");
-}
-
-fn accept_unless_it_ends(service: &UnixListener, child: u32) -> UnixStream {
-    use std::os::fd::AsRawFd;
-    // SAFETY: no pointers are passed.
-    let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, child, 0) } as i32;
-    let watch = |fd| libc::pollfd {
-        fd,
-        events: libc::POLLIN,
-        revents: 0,
-    };
-    let mut fds = [watch(service.as_raw_fd()), watch(pidfd)];
-    // SAFETY: the array has two elements.
-    let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) };
-    assert!(
-        ready > 0 && fds[1].revents == 0,
-        "the machine ended before its guest was there"
-    );
-    // SAFETY: the descriptor is ours alone.
-    unsafe { libc::close(pidfd) };
-    service.accept().unwrap().0
-}
-
-/// This program as `/init`, in a newc archive (Linux, `Documentation/driver-api/early-userspace/buffer-format.rst`).
-fn write_initramfs(path: &Path) {
-    let program = fs::read(env::current_exe().unwrap()).unwrap();
-    let mut file = File::create(path).unwrap();
-    for (name, mode, data) in [("init", 0o100_755, &program[..]), ("TRAILER!!!", 0, &[])] {
-        let fields = [
-            1,
-            mode,
-            0,
-            0,
-            1,
-            0,
-            data.len(),
-            0,
-            0,
-            0,
-            0,
-            name.len() + 1,
-            0,
-        ];
-        let mut header = String::from("070701");
-        for field in fields {
-            header.push_str(&format!("{field:08x}"));
-        }
-        let name_end = (header.len() + name.len() + 1).next_multiple_of(4);
-        let mut entry = [header.as_bytes(), name.as_bytes()].concat();
-        entry.resize(name_end, 0);
-        entry.extend_from_slice(data);
-        entry.resize(entry.len().next_multiple_of(4), 0);
-        file.write_all(&entry).unwrap();
-    }
 }
