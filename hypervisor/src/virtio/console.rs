@@ -1,7 +1,8 @@
 //! The virtio console (virtio 1.2, section 5.3): one port, hvc0 in the guest.
 //!
 //! Output goes to the [`Console`]; while that is congested the guest's chains stay in the queue. Input comes from
-//! standard input, if at all, and is read only when the guest has a buffer for it.
+//! standard input, if at all, and is read only when the guest has a buffer for it. There is no configuration space: columns,
+//! rows, ports and the emergency write each belong to a feature that is not offered.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -12,9 +13,10 @@ use serde::{Deserialize, Serialize};
 use virtio_queue::QueueState;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::queue::{Buffers, DeviceQueue, FEATURE_EVENT_IDX, FEATURE_VERSION_1, QueueError};
+use super::queue::QueueError;
 use super::queue_state::ActiveState;
-use super::{ActivateError, Activation, VirtioDevice, config_space};
+use super::served::Served;
+use super::{ActivateError, Activation, VirtioDevice};
 use crate::console::{Console, Input};
 
 /// The device type (virtio 1.2, section 5.3.1).
@@ -36,14 +38,7 @@ pub struct ConsoleDevice {
     events: [EventFd; 2],
     /// Readable when the device has become active.
     wake: EventFd,
-    active: Option<Active>,
-}
-
-struct Active {
-    receive: DeviceQueue,
-    transmit: DeviceQueue,
-    buffers: Buffers,
-    features: u64,
+    active: Option<Served<2>>,
 }
 
 /// What a snapshot keeps of the device.
@@ -75,10 +70,7 @@ impl ConsoleDevice {
     /// For a snapshot. A restored device is a new one, made active by [`ActiveState::activation`].
     pub fn save(&self) -> ConsoleState {
         ConsoleState {
-            active: self
-                .active
-                .as_ref()
-                .and_then(|active| ActiveState::new(active.features, self.queue_states())),
+            active: Served::save(self.active.as_ref()),
         }
     }
 
@@ -87,21 +79,20 @@ impl ConsoleDevice {
             return;
         };
         let console = &self.console;
-        let result = active
-            .transmit
-            .serve(&mut active.buffers, BUDGET, |buffers| {
-                if console.is_congested() {
-                    return None;
+        let [_, queue] = &mut active.queues;
+        let result = queue.serve(&mut active.buffers, BUDGET, |buffers| {
+            if console.is_congested() {
+                return None;
+            }
+            buffers.readable.truncate(CHAIN_LIMIT);
+            let mut chunk = [0; 512];
+            loop {
+                match buffers.readable.read(&mut chunk) {
+                    0 => return Some(0),
+                    count => console.write(chunk.get(..count).unwrap_or(&chunk)),
                 }
-                buffers.readable.truncate(CHAIN_LIMIT);
-                let mut chunk = [0; 512];
-                loop {
-                    match buffers.readable.read(&mut chunk) {
-                        0 => return Some(0),
-                        count => console.write(chunk.get(..count).unwrap_or(&chunk)),
-                    }
-                }
-            });
+            }
+        });
         self.go_on(result, 1);
     }
 
@@ -110,26 +101,25 @@ impl ConsoleDevice {
             return;
         };
         let mut ended = false;
-        let result = active
-            .receive
-            .serve(&mut active.buffers, BUDGET, |buffers| {
-                let mut chunk = [0; 512];
-                let room = buffers.writable.len().min(chunk.len());
-                if room == 0 {
-                    return Some(0);
+        let [queue, _] = &mut active.queues;
+        let result = queue.serve(&mut active.buffers, BUDGET, |buffers| {
+            let mut chunk = [0; 512];
+            let room = buffers.writable.len().min(chunk.len());
+            if room == 0 {
+                return Some(0);
+            }
+            match input.read(chunk.get_mut(..room)?) {
+                Ok(count) if count > 0 => {
+                    let count = buffers.writable.write(chunk.get(..count)?);
+                    u32::try_from(count).ok()
                 }
-                match input.read(chunk.get_mut(..room)?) {
-                    Ok(count) if count > 0 => {
-                        let count = buffers.writable.write(chunk.get(..count)?);
-                        u32::try_from(count).ok()
-                    }
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => None,
-                    Ok(_) | Err(_) => {
-                        ended = true;
-                        None
-                    }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => None,
+                Ok(_) | Err(_) => {
+                    ended = true;
+                    None
                 }
-            });
+            }
+        });
         if ended {
             // A file was never in the event loop, which then says so.
             let _ = ops.remove(Events::new(input, EventSet::IN));
@@ -151,7 +141,7 @@ impl ConsoleDevice {
             Err(error) => {
                 log::warn!("The guest broke its console: {error}");
                 if let Some(active) = self.active.take() {
-                    active.receive.interrupt().signal_needs_reset();
+                    active.queues[0].interrupt().signal_needs_reset();
                 }
             }
         }
@@ -212,26 +202,8 @@ impl VirtioDevice for ConsoleDevice {
         &self.events
     }
 
-    fn offered_features(&self) -> u64 {
-        FEATURE_VERSION_1 | FEATURE_EVENT_IDX
-    }
-
-    fn read_config(&self, offset: u64, data: &mut [u8]) {
-        // Columns, rows, ports, emergency write: each belongs to a feature that is not offered.
-        config_space::read(&[], offset, data);
-    }
-
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
-
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let features = activation.features;
-        let [receive, transmit] = activation.into_queues()?;
-        self.active = Some(Active {
-            buffers: Buffers::new(transmit.memory().clone()),
-            receive,
-            transmit,
-            features,
-        });
+        self.active = Some(Served::new(activation)?);
         // What came before the device was active is to be looked at.
         self.wake.write(1).map_err(ActivateError::Host)
     }
@@ -241,9 +213,7 @@ impl VirtioDevice for ConsoleDevice {
     }
 
     fn queue_states(&self) -> Vec<QueueState> {
-        self.active.as_ref().map_or_else(Vec::new, |active| {
-            vec![active.receive.state(), active.transmit.state()]
-        })
+        Served::states(self.active.as_ref())
     }
 }
 
@@ -255,6 +225,7 @@ mod tests {
     use cube_hypervisor_api::config;
     use proptest::prelude::*;
 
+    use super::super::FEATURE_VERSION_1;
     use super::super::testing::{BUFFERS, Driver, Used, hostile_queue};
     use super::*;
 

@@ -18,6 +18,7 @@ pub mod net;
 pub mod queue;
 pub mod queue_state;
 pub mod rng;
+mod served;
 #[cfg(test)]
 mod testing;
 pub mod vsock;
@@ -30,8 +31,13 @@ use virtio_queue::{Queue, QueueState};
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
 
+use queue::{FEATURE_EVENT_IDX, FEATURE_VERSION_1};
+
 /// The guest's memory, as every device sees it.
 pub type Memory = GuestMemoryMmap<()>;
+
+/// The feature bits of every device here.
+pub const COMMON_FEATURES: u64 = FEATURE_VERSION_1 | FEATURE_EVENT_IDX;
 
 /// A virtio device, without its transport.
 pub trait VirtioDevice: MutEventSubscriber + Send {
@@ -45,14 +51,19 @@ pub trait VirtioDevice: MutEventSubscriber + Send {
     /// makes it readable. A device gets such notifications before it is active as well, and ignores them.
     fn queue_events(&self) -> &[EventFd];
 
-    /// The feature bits that the device offers, `VIRTIO_F_VERSION_1` among them.
-    fn offered_features(&self) -> u64;
+    /// The feature bits that the device offers, those that all devices have ([`COMMON_FEATURES`]) among them.
+    fn offered_features(&self) -> u64 {
+        COMMON_FEATURES
+    }
 
-    /// Reads the configuration space. What lies beyond its end reads as zero.
-    fn read_config(&self, offset: u64, data: &mut [u8]);
+    /// Reads the configuration space. What lies beyond its end reads as zero. None, unless the device says otherwise.
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        config_space::read(&[], offset, data);
+    }
 
-    /// Writes the configuration space. Writes to where nothing is writable are ignored.
-    fn write_config(&mut self, offset: u64, data: &[u8]);
+    /// Writes the configuration space. Writes to where nothing is writable are ignored: all, unless the device
+    /// says otherwise.
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     /// The driver is ready (`DRIVER_OK`): take the queues over. The queues that the driver did not
     /// set up have `ready() == false`; the others' addresses are not checked beyond their alignment.

@@ -7,9 +7,10 @@ use serde::{Deserialize, Serialize};
 use virtio_queue::QueueState;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::queue::{Buffers, DeviceQueue, FEATURE_EVENT_IDX, FEATURE_VERSION_1};
+use super::queue::Buffers;
 use super::queue_state::ActiveState;
-use super::{ActivateError, Activation, VirtioDevice, config_space};
+use super::served::Served;
+use super::{ActivateError, Activation, VirtioDevice};
 
 /// The device type (virtio 1.2, section 5.4.1).
 const TYPE_ENTROPY: u32 = 4;
@@ -24,13 +25,7 @@ const MOST_BYTES: usize = 1024;
 /// The device.
 pub struct Rng {
     kick: [EventFd; 1],
-    active: Option<Active>,
-}
-
-struct Active {
-    queue: DeviceQueue,
-    buffers: Buffers,
-    features: u64,
+    active: Option<Served<1>>,
 }
 
 /// What a snapshot keeps of the device.
@@ -56,10 +51,7 @@ impl Rng {
     /// For a snapshot. A restored device is a new one, made active by [`ActiveState::activation`].
     pub fn save(&self) -> RngState {
         RngState {
-            active: self
-                .active
-                .as_ref()
-                .and_then(|active| ActiveState::new(active.features, self.queue_states())),
+            active: Served::save(self.active.as_ref()),
         }
     }
 }
@@ -91,9 +83,8 @@ impl MutEventSubscriber for Rng {
         let Some(active) = &mut self.active else {
             return;
         };
-        let result = active
-            .queue
-            .serve(&mut active.buffers, BUDGET, |buffers| Some(fill(buffers)));
+        let [queue] = &mut active.queues;
+        let result = queue.serve(&mut active.buffers, BUDGET, |buffers| Some(fill(buffers)));
         match result {
             Ok(false) => {}
             Ok(true) => {
@@ -101,7 +92,7 @@ impl MutEventSubscriber for Rng {
             }
             Err(error) => {
                 log::warn!("The guest broke its entropy device: {error}");
-                active.queue.interrupt().signal_needs_reset();
+                queue.interrupt().signal_needs_reset();
                 self.active = None;
             }
         }
@@ -121,24 +112,8 @@ impl VirtioDevice for Rng {
         &self.kick
     }
 
-    fn offered_features(&self) -> u64 {
-        FEATURE_VERSION_1 | FEATURE_EVENT_IDX
-    }
-
-    fn read_config(&self, offset: u64, data: &mut [u8]) {
-        config_space::read(&[], offset, data);
-    }
-
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
-
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let features = activation.features;
-        let [queue] = activation.into_queues()?;
-        self.active = Some(Active {
-            buffers: Buffers::new(queue.memory().clone()),
-            queue,
-            features,
-        });
+        self.active = Some(Served::new(activation)?);
         Ok(())
     }
 
@@ -147,9 +122,7 @@ impl VirtioDevice for Rng {
     }
 
     fn queue_states(&self) -> Vec<QueueState> {
-        self.active
-            .as_ref()
-            .map_or_else(Vec::new, |active| vec![active.queue.state()])
+        Served::states(self.active.as_ref())
     }
 }
 

@@ -26,9 +26,9 @@ pub use disk::{Disk, DiskError};
 use request::{ID_LEN, MAX_RANGE_SECTORS, MAX_RANGES};
 use worker::{Ring, Worker};
 
-use super::queue::{Buffers, FEATURE_EVENT_IDX, FEATURE_INDIRECT_DESC, FEATURE_VERSION_1};
+use super::queue::{Buffers, FEATURE_INDIRECT_DESC};
 use super::queue_state::ActiveState;
-use super::{ActivateError, Activation, Interrupt, VirtioDevice, config_space};
+use super::{ActivateError, Activation, COMMON_FEATURES, Interrupt, VirtioDevice, config_space};
 
 /// The device type (virtio 1.2, section 5.2.1).
 const TYPE_BLOCK: u32 = 2;
@@ -315,8 +315,7 @@ impl VirtioDevice for Block {
     }
 
     fn offered_features(&self) -> u64 {
-        let common = FEATURE_VERSION_1
-            | FEATURE_EVENT_IDX
+        let common = COMMON_FEATURES
             | FEATURE_INDIRECT_DESC
             | 1 << VIRTIO_BLK_F_SEG_MAX
             | 1 << VIRTIO_BLK_F_BLK_SIZE
@@ -331,19 +330,15 @@ impl VirtioDevice for Block {
         config_space::read(&self.config(), offset, data);
     }
 
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {
-        // Only `writeback` could be written, and it belongs to a feature that is not offered.
-    }
-
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let features = activation.features;
-        let interrupt = activation.interrupt.clone();
-        let [queue] = activation.into_queues()?;
+        let accepted = activation.accept()?;
+        let features = accepted.features;
+        let [queue] = accepted.queues;
         self.active = Some(Active {
             features,
-            interrupt,
+            interrupt: accepted.interrupt,
             queue: Mutex::new(QueueOwner::Device(Box::new(Ring {
-                buffers: Buffers::new(queue.memory().clone()),
+                buffers: Buffers::new(accepted.memory),
                 queue,
                 id: self.id,
                 write_through: features & 1 << VIRTIO_BLK_F_FLUSH == 0,

@@ -36,7 +36,6 @@ use virtiofsd::server::Server;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::config_space;
-use super::queue::{FEATURE_EVENT_IDX, FEATURE_VERSION_1};
 use super::queue_state::ActiveState;
 use super::{ActivateError, Activation, VirtioDevice};
 use descriptors::Budget;
@@ -245,28 +244,20 @@ impl VirtioDevice for Fs {
         &self.kicks
     }
 
-    fn offered_features(&self) -> u64 {
-        FEATURE_VERSION_1 | FEATURE_EVENT_IDX
-    }
-
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         config_space::read(&self.config, offset, data);
     }
 
-    fn write_config(&mut self, _: u64, _: &[u8]) {}
-
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         self.reset();
-        let features = activation.features;
-        let queues = activation.into_queues::<2>()?;
-        let memory = queues[0].memory().clone();
-        let requests = Requests::new(self.server.clone(), memory)
+        let accepted = activation.accept::<2>()?;
+        let requests = Requests::new(self.server.clone(), accepted.memory)
             .map_err(|e| ActivateError::Host(io::Error::other(e)))?;
         let kick = self.kicks[0].try_clone().map_err(ActivateError::Host)?;
         // Requests that wait already, after a restore, are looked at without a kick.
-        let workers = Workers::start(self.tag.clone(), queues, kick, requests);
+        let workers = Workers::start(self.tag.clone(), accepted.queues, kick, requests);
         self.workers = Some(workers.map_err(ActivateError::Host)?);
-        self.features = features;
+        self.features = accepted.features;
         Ok(())
     }
 

@@ -25,11 +25,9 @@ use vmm_sys_util::eventfd::EventFd;
 use receive::{Failure, Receiver, Stop};
 pub use tap::{Tap, TapError};
 
-use super::queue::{
-    Buffers, DeviceQueue, FEATURE_EVENT_IDX, FEATURE_INDIRECT_DESC, FEATURE_VERSION_1, QueueError,
-};
+use super::queue::{Buffers, DeviceQueue, FEATURE_INDIRECT_DESC, QueueError};
 use super::queue_state::ActiveState;
-use super::{ActivateError, Activation, Interrupt, VirtioDevice, config_space};
+use super::{ActivateError, Activation, COMMON_FEATURES, Interrupt, VirtioDevice, config_space};
 
 /// The device type (virtio 1.2, section 5.1.1).
 const TYPE_NETWORK: u32 = 1;
@@ -380,8 +378,7 @@ impl VirtioDevice for Net {
         ]
         .iter()
         .fold(mtu, |all, feature| all | 1 << feature)
-            | FEATURE_VERSION_1
-            | FEATURE_EVENT_IDX
+            | COMMON_FEATURES
             | FEATURE_INDIRECT_DESC
     }
 
@@ -389,23 +386,19 @@ impl VirtioDevice for Net {
         config_space::read(&self.config(), offset, data);
     }
 
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {
-        // The address is not writable in a device that is not legacy.
-    }
-
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let features = activation.features;
-        let interrupt = activation.interrupt.clone();
-        let [receive, transmit] = activation.into_queues()?;
+        let accepted = activation.accept()?;
+        let features = accepted.features;
+        let [receive, transmit] = accepted.queues;
         if let Some(tap) = &self.tap {
             tap.set_offloads(features).map_err(ActivateError::Backend)?;
         }
         self.active = Some(Active {
             receiver: Receiver::new(receive, features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0),
-            buffers: Buffers::new(transmit.memory().clone()),
+            buffers: Buffers::new(accepted.memory),
             transmit,
             features,
-            interrupt,
+            interrupt: accepted.interrupt,
         });
         // What came before the device was active is to be looked at.
         self.readable = true;

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::tap::HEADER;
 use super::*;
 use crate::virtio::INTERRUPT_CONFIG;
+use crate::virtio::queue::FEATURE_VERSION_1;
 use crate::virtio::testing::{BUFFERS, Driver, Part, SIZE, Used, hostile_queue};
 
 const MAC: Mac = [2, 0, 0, 0, 0, 1];

@@ -14,11 +14,11 @@ use super::VsockError;
 use super::mux::{Limits, Mux, Outgoing};
 use super::packet::{HEADER_SIZE, Header};
 use super::rx::RxBatch;
-use crate::virtio::queue::{
-    Buffers, DeviceQueue, FEATURE_EVENT_IDX, FEATURE_VERSION_1, QueueError,
-};
+use crate::virtio::queue::{Buffers, DeviceQueue, QueueError};
 use crate::virtio::queue_state::ActiveState;
-use crate::virtio::{ActivateError, Activation, Interrupt, VirtioDevice};
+use crate::virtio::{
+    ActivateError, Activation, COMMON_FEATURES, Interrupt, VirtioDevice, config_space,
+};
 
 const RX: usize = 0;
 const TX: usize = 1;
@@ -221,16 +221,15 @@ impl Budget {
 
 impl Active {
     fn new(activation: Activation) -> Result<Self, ActivateError> {
-        let features = activation.features;
-        let interrupt = activation.interrupt.clone();
-        let [rx, tx, event] = activation.into_queues()?;
-        let memory = rx.memory().clone();
+        let accepted = activation.accept()?;
+        let [rx, tx, event] = accepted.queues;
+        let memory = accepted.memory;
         Ok(Self {
-            features,
+            features: accepted.features,
             rx,
             tx,
             event,
-            interrupt,
+            interrupt: accepted.interrupt,
             packet: Buffers::new(memory.clone()),
             batch: RxBatch::new(memory),
             tx_left: false,
@@ -361,20 +360,13 @@ impl VirtioDevice for Vsock {
     }
 
     fn offered_features(&self) -> u64 {
-        FEATURE_VERSION_1 | FEATURE_EVENT_IDX | FEATURE_STREAM
+        COMMON_FEATURES | FEATURE_STREAM
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         // `guest_cid`, the only field (section 5.10.4).
-        let config = u64::from(self.cid).to_le_bytes();
-        data.fill(0);
-        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        for (byte, value) in data.iter_mut().zip(config.iter().skip(offset)) {
-            *byte = *value;
-        }
+        config_space::read(&u64::from(self.cid).to_le_bytes(), offset, data);
     }
-
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         self.active = Some(Active::new(activation)?);
