@@ -1,8 +1,11 @@
 //! The device against a driver and a guest that the tests play, through real queues in memory and
 //! real sockets.
 
-mod behaviour;
+mod connecting;
+mod device;
 mod driver;
+mod ending;
+mod flow;
 mod guest;
 mod hostile;
 mod model;
@@ -18,6 +21,7 @@ use tempfile::TempDir;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::credit::FIRST_GRANT;
 use super::device::Vsock;
 use super::packet::{HOST_CID, Header, TYPE_STREAM, op};
 use crate::virtio::queue::{FEATURE_EVENT_IDX, FEATURE_VERSION_1};
@@ -306,4 +310,42 @@ pub fn read_all(stream: &mut UnixStream, into: &mut Vec<u8>) -> bool {
             Err(error) => panic!("{error}"),
         }
     }
+}
+
+fn bytes(count: usize) -> Vec<u8> {
+    (0..count as u32).map(|n| (n * 7 + n / 251) as u8).collect()
+}
+
+/// Sends as much as the guest has credit for until it has none for longer. Returns what was sent.
+fn send_until_stalled(machine: &mut Machine, header: Header, start: usize) -> Vec<u8> {
+    let mut sent = Vec::new();
+    let (mut alloc, mut taken) = (FIRST_GRANT, 0);
+    loop {
+        let under_way = (start + sent.len()) as u32 - taken;
+        let free = (alloc - under_way).min(64 * 1024) as usize;
+        if free == 0 {
+            machine.pump();
+            match machine.receive() {
+                Some((packet, _)) => {
+                    assert_eq!(packet.op, op::CREDIT_UPDATE);
+                    (alloc, taken) = (packet.buf_alloc, packet.fwd_cnt);
+                    continue;
+                }
+                None => return sent,
+            }
+        }
+        let chunk = &bytes(1 << 22)[sent.len()..][..free];
+        machine.send(
+            Header {
+                op: op::RW,
+                ..header
+            },
+            chunk,
+        );
+        sent.extend_from_slice(chunk);
+    }
+}
+
+fn is_closed(client: &mut UnixStream) -> bool {
+    read_all(client, &mut Vec::new())
 }
