@@ -144,7 +144,7 @@ fn what_is_written_to_a_disk_is_there_after_the_machine() {
     );
 
     // A file system, filled by writes of all sizes, and a machine that is cut off after a sync.
-    guest.ok("mke2fs -q /dev/vda 2>/dev/null && mkdir /mnt && mount -t ext2 /dev/vda /mnt");
+    guest.ok("mke2fs -q /dev/vda 2>/dev/null && mount -t ext2 /dev/vda /mnt");
     guest.ok("seq 1 200000 >/mnt/numbers && dd if=/mnt/numbers of=/mnt/odd bs=777 2>/dev/null");
     guest.ok("for i in $(seq 200); do echo $i >/mnt/file$i; done");
     let sum = guest_sum(&mut guest, "cat /mnt/* | sha256sum");
@@ -153,7 +153,7 @@ fn what_is_written_to_a_disk_is_there_after_the_machine() {
     drop(guest);
 
     let mut guest = Shell::boot(machine);
-    guest.ok("mkdir /mnt && mount -t ext2 /dev/vda /mnt");
+    guest.ok("mount -t ext2 /dev/vda /mnt");
     assert_eq!(guest_sum(&mut guest, "cat /mnt/* | sha256sum"), sum);
     guest.ok("umount /mnt");
     let blocks = || fs::metadata(&path).unwrap().blocks();

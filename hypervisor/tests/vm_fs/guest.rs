@@ -63,6 +63,13 @@ fn run(name: &str, directory: &Path) -> Result<String, String> {
             }
             String::new()
         }),
+        "write_small" => joined(move || {
+            fs::create_dir_all(&directory).unwrap();
+            for n in 0..200 {
+                fs::write(directory.join(format!("small{n}")), "x").unwrap();
+            }
+            String::new()
+        }),
         "unmount" => joined(move || {
             let target = std::ffi::CString::new(directory.to_str().unwrap()).unwrap();
             // SAFETY: a valid string.

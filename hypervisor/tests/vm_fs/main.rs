@@ -208,7 +208,14 @@ fn measure(vm: &mut Vm) {
         fs::write(through.join(format!("small{n}")), "x").unwrap();
     }
     for round in ["first", "second"] {
-        for (what, path) in [("read_mib", "mib"), ("read_small", ""), ("walk", "")] {
+        let new = format!("new-{round}");
+        let all = [
+            ("read_mib", "mib"),
+            ("read_small", ""),
+            ("walk", ""),
+            ("write_small", new.as_str()),
+        ];
+        for (what, path) in all {
             let start = Instant::now();
             vm.ask(what, &format!("{SHARE}/rootfs/c1/{path}"));
             println!("{round} {what}: {} ns", start.elapsed().as_nanos());
