@@ -70,6 +70,7 @@ impl Sandbox {
         reservation: Reservation,
         request: CreateTaskRequest,
     ) -> Result<u32, TaskError> {
+        log::debug!("{} is asked for", request.id);
         let bundle = PathBuf::from(&request.bundle);
         let spec = Spec::read(&bundle).map_err(TaskError::host)?;
         let options = Options::parse(request.options.as_ref()).map_err(TaskError::host)?;
