@@ -363,11 +363,7 @@ mod tests {
 
         let console = silent();
         let mut restored = ConsoleDevice::new(console.clone(), None).unwrap();
-        let active = state.active.clone().unwrap();
-        let activation = active
-            .activation(driver.memory.clone(), driver.interrupt.clone())
-            .unwrap();
-        restored.activate(activation).unwrap();
+        driver.make_active(&mut restored, state.active.as_ref());
         assert_eq!(restored.save(), state);
         Driver::new(restored).run();
         assert_eq!(console.tail(10), "2");

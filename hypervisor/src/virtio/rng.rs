@@ -174,11 +174,7 @@ mod tests {
         let json = serde_json::to_string(&state).unwrap();
         assert_eq!(serde_json::from_str::<RngState>(&json).unwrap(), state);
         let mut restored = Rng::new().unwrap();
-        let active = state.active.clone().unwrap();
-        let activation = active
-            .activation(driver.memory.clone(), driver.interrupt.clone())
-            .unwrap();
-        restored.activate(activation).unwrap();
+        driver.make_active(&mut restored, state.active.as_ref());
         assert_eq!(restored.save(), state);
     }
 

@@ -10,6 +10,7 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::queue_state::ActiveState;
 use super::{Activation, Interrupt, Memory, VirtioDevice};
 
 /// Descriptor flag: the chain goes on.
@@ -107,6 +108,15 @@ impl<D: VirtioDevice> Driver<D> {
             interrupt: self.interrupt.clone(),
         };
         self.device().activate(activation).unwrap();
+    }
+
+    /// Makes `restored` active as it was when `saved`, with this driver's memory.
+    pub fn make_active(&self, restored: &mut impl VirtioDevice, saved: Option<&ActiveState>) {
+        let activation = saved
+            .unwrap()
+            .activation(self.memory.clone(), self.interrupt.clone())
+            .unwrap();
+        restored.activate(activation).unwrap();
     }
 
     /// Makes a chain of `parts` available in queue `index`, without a kick. Returns its head.

@@ -8,6 +8,7 @@
 mod alone;
 mod cases;
 mod initramfs;
+mod measure;
 mod owned;
 mod shell;
 mod tiny_kernel;
@@ -19,6 +20,7 @@ use std::process::Command;
 pub use alone::{Alone, Ended, Files, merged};
 pub use cases::{Arguments, Case, run_cases};
 pub use initramfs::Initramfs;
+pub use measure::report;
 pub use owned::Owned;
 pub use shell::Shell;
 pub use tiny_kernel::{code, kernel};

@@ -58,17 +58,19 @@ fn run(name: &str, directory: &Path) -> Result<String, String> {
         "walk" => joined(move || walk(&directory).to_string()),
         "read_mib" => joined(move || fs::read(&directory).unwrap().len().to_string()),
         "read_small" => joined(move || {
-            for n in 0..200 {
-                fs::read(directory.join(format!("small{n}"))).unwrap();
-            }
-            String::new()
+            inside(&directory, || {
+                for n in 0..200 {
+                    fs::read(format!("small{n}")).unwrap();
+                }
+            })
         }),
         "write_small" => joined(move || {
-            fs::create_dir_all(&directory).unwrap();
-            for n in 0..200 {
-                fs::write(directory.join(format!("small{n}")), "x").unwrap();
-            }
-            String::new()
+            fs::create_dir(&directory).unwrap();
+            inside(&directory, || {
+                for n in 0..200 {
+                    fs::write(format!("small{n}"), "x").unwrap();
+                }
+            })
         }),
         "unmount" => joined(move || {
             let target = std::ffi::CString::new(directory.to_str().unwrap()).unwrap();
@@ -83,6 +85,14 @@ fn run(name: &str, directory: &Path) -> Result<String, String> {
         }),
         _ => Err(format!("there is no check {name}")),
     }
+}
+
+/// Runs `work` where names need no look-up of what lies above, as in a container.
+fn inside(directory: &Path, work: impl FnOnce()) -> String {
+    std::env::set_current_dir(directory).unwrap();
+    work();
+    std::env::set_current_dir("/").unwrap();
+    String::new()
 }
 
 /// The number of files below `directory`, each of them asked for its attributes.

@@ -20,7 +20,7 @@ use std::{fs, io};
 
 use checks::CHECKS;
 use common::twin;
-use common::{Arguments, Case, has_kvm, run_cases};
+use common::{Arguments, Case, has_kvm, report, run_cases};
 use guest::SHARE;
 use mount::Mount;
 use vm::Vm;
@@ -210,15 +210,15 @@ fn measure(vm: &mut Vm) {
     for round in ["first", "second"] {
         let new = format!("new-{round}");
         let all = [
-            ("read_mib", "mib"),
-            ("read_small", ""),
-            ("walk", ""),
-            ("write_small", new.as_str()),
+            ("read_mib", "mib", 1),
+            ("read_small", "", 200),
+            ("walk", "", 1),
+            ("write_small", new.as_str(), 200),
         ];
-        for (what, path) in all {
-            let start = Instant::now();
-            vm.ask(what, &format!("{SHARE}/rootfs/c1/{path}"));
-            println!("{round} {what}: {} ns", start.elapsed().as_nanos());
+        for (what, path, count) in all {
+            report(&format!("{round} {what}"), count, || {
+                vm.ask(what, &format!("{SHARE}/rootfs/c1/{path}"));
+            });
         }
     }
 }

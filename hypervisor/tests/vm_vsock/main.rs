@@ -17,13 +17,12 @@ use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::time::Instant;
 use std::{fs, thread};
 
 use serde_json::json;
 
 use common::twin::{self, Twin};
-use common::{Arguments, Case, has_kvm, run_cases};
+use common::{Arguments, Case, has_kvm, report, run_cases};
 use guest::*;
 use pattern::Pattern;
 
@@ -208,28 +207,6 @@ fn measure(vm: &mut Vm) {
             assert_eq!((&client).read(&mut [0]).unwrap(), 0);
         }
     });
-}
-
-fn report(name: &str, count: u64, run: impl FnOnce()) {
-    let before = exits();
-    let start = Instant::now();
-    run();
-    let nanoseconds = start.elapsed().as_nanos() as u64 / count;
-    print!("{name:34} {nanoseconds:>10} ns");
-    for ((name, before), (_, after)) in before.into_iter().zip(exits()) {
-        print!(", {name} {:.1}", (after - before) as f64 / count as f64);
-    }
-    println!();
-}
-
-fn exits() -> Vec<(&'static str, u64)> {
-    ["exits", "mmio_exits", "halt_exits", "irq_injections"]
-        .into_iter()
-        .filter_map(|name| {
-            let text = fs::read_to_string(format!("/sys/kernel/debug/kvm/{name}")).ok()?;
-            Some((name, text.trim().parse().ok()?))
-        })
-        .collect()
 }
 
 /// The machine.

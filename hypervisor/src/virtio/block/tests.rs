@@ -314,11 +314,7 @@ fn the_state_survives_json_and_goes_on_where_it_was() {
         &[(HEADER, 16, false), (DATA, 512, true), (STATUS, 1, true)],
     );
     let mut restored = Block::restore(&state, Some(Disk::open(&path, false).unwrap())).unwrap();
-    let active = state.active.clone().unwrap();
-    let activation = active
-        .activation(driver.memory.clone(), driver.interrupt.clone())
-        .unwrap();
-    restored.activate(activation).unwrap();
+    driver.make_active(&mut restored, state.active.as_ref());
     assert_eq!(restored.save(), state);
     let mut again = Driver::new(restored);
     again.kick(0);

@@ -37,7 +37,7 @@ checks![
     contents::appends_do_not_overwrite,
     contents::direct_and_synchronous_writes_work,
     contents::ranges_are_copied,
-    many::ten_thousand_small_files,
+    many::a_thousand_small_files,
     many::two_thousand_files_are_open_at_once,
     attributes::other_users_are_kept_out,
     attributes::access_control_lists_hold,
