@@ -112,6 +112,24 @@ pub async fn settings(agent: Agent) {
     agent.shutdown().await;
 }
 
+pub async fn nothing_left(agent: Agent) {
+    // The agent's directories and the processes, as a container sees them that is let in.
+    let script = "ls /left/containers; ls -d /left/cgroups/*/; ps -o args | grep -E -c '^(sleep|tail|cat) ' || true";
+    let mut spec = spec(&["sh", "-c", script]);
+    let namespaces = spec["linux"]["namespaces"].as_array_mut().unwrap();
+    namespaces.retain(|namespace| namespace["type"] != "pid");
+    for (source, name) in [
+        ("/run/cube/containers", "containers"),
+        ("/sys/fs/cgroup/pod", "cgroups"),
+    ] {
+        spec["mounts"].as_array_mut().unwrap().push(json!(
+            {"destination": format!("/left/{name}"), "type": "bind", "source": source, "options": ["rbind", "ro"]}
+        ));
+    }
+    let (_, out) = agent.run("alone", &spec).await;
+    assert_eq!(out, "alone\n/left/cgroups/alone/\n0\n");
+}
+
 pub async fn bad_settings(agent: Agent) {
     let mut requests = Vec::new();
     let mut request = ConfigureRequest::new();

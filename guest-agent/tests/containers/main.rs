@@ -1,11 +1,11 @@
-//! The agent with real containers, on this machine instead of in a guest: its service over Unix
-//! sockets, its helpers, cgroups, namespaces and streams are what they are in a guest.
+//! The agent with real containers. With `CUBE_TEST_KVM=1`, as tests/run-all has it, it is PID 1 of a guest,
+//! of the kernel that `CUBE_KERNEL` names on the hypervisor that `CUBE_HYPERVISOR` names. Without, it runs on
+//! this machine: its service over Unix sockets, its helpers, cgroups, namespaces and streams are what they
+//! are in a guest.
 //!
-//! Needs root. The agent collects every orphan, so it runs in a process of its own: this program
-//! once more. With `CUBE_TEST_KVM=1` everything is done again with the agent as PID 1 of a guest, of
-//! the kernel that `CUBE_KERNEL` names on the hypervisor that `CUBE_HYPERVISOR` names. `--measure`
-//! tells what things cost instead: on the counting clock (tests/rig/run --icount) in instructions, with
-//! the agent that `CUBE_TEST_AGENT` names.
+//! Needs root. The agent collects every orphan, so it runs in a process of its own: this program once more.
+//! `--measure` tells what things cost instead: on the counting clock (tests/rig/run --icount) in
+//! instructions, with the agent that `CUBE_TEST_AGENT` names.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -24,7 +24,7 @@ macro_rules! tests {
     };
 }
 
-/// Here, and in a guest too if there is KVM.
+/// In a guest, or without KVM on this machine.
 const TESTS: [rig::Test; 24] = tests![
     a_container_says_hello_and_exits_with_its_code = lifecycle::hello,
     signals_end_a_container_with_128_and_the_number = lifecycle::signals,
@@ -32,7 +32,7 @@ const TESTS: [rig::Test; 24] = tests![
     create_refuses_what_it_cannot_do = lifecycle::refused,
     identity_environment_and_limits_are_the_specs = isolation::identity,
     stdin_ends_by_shutdown_and_by_close_stdin = streams::stdin_ends,
-    sixty_four_mebibytes_arrive_on_both_outputs_and_through_stdin = streams::big_streams,
+    mebibytes_arrive_on_both_outputs_and_through_stdin = streams::big_streams,
     a_process_that_ignores_its_streams_does_no_harm = streams::careless_streams,
     an_exec_runs_in_the_container = isolation::exec,
     an_exec_with_a_background_child_ends_and_its_output_with_delete = streams::background,
@@ -53,8 +53,9 @@ const TESTS: [rig::Test; 24] = tests![
 ];
 
 /// In a guest only.
-const GUEST_TESTS: [rig::Test; 2] = tests![
+const GUEST_TESTS: [rig::Test; 3] = tests![
     settings_that_cannot_be_made_are_refused_by_name = guest::bad_settings,
+    nothing_of_all_containers_is_left = guest::nothing_left,
     // The last one: the machine ends with it.
     guest_wide_settings_take_effect_and_shutdown_resets = guest::settings,
 ];

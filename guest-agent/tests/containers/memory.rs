@@ -17,7 +17,7 @@ fn limited(args: &[&str]) -> Value {
 
 pub async fn limit(agent: Agent) {
     if !agent.has_controllers() {
-        // Only the nested host and the guest have the controllers in one tree.
+        // A guest has all controllers; on this machine another tree may have them.
         return;
     }
     for _ in 0..3 {

@@ -31,9 +31,10 @@ pub async fn stdin_ends(agent: Agent) {
 }
 
 pub async fn big_streams(agent: Agent) {
-    const SIZE: usize = 64 << 20;
+    // Many times what pipes and sockets hold. Through containerd it is 64 MiB: behaviour/stdio.rs.
+    const SIZE: usize = 8 << 20;
     let io = agent.streams(false);
-    let script = "head -c 67108864 /dev/zero & head -c 67108864 /dev/zero | tr '\\0' 'e' >&2; wait";
+    let script = "head -c 8388608 /dev/zero & head -c 8388608 /dev/zero | tr '\\0' 'e' >&2; wait";
     agent
         .create("big", &spec(&["sh", "-c", script]), &io)
         .await
@@ -57,7 +58,7 @@ pub async fn big_streams(agent: Agent) {
     stdin.end().await;
     let out = String::from_utf8(io.stdout().await.collect().await).unwrap();
     assert!(
-        out.starts_with("3b6a07d0d404fab4e23b6d34bc6696a6a312dd92821332385e5af7c01c421351"),
+        out.starts_with("2daeb1f36095b44b318410b3f4e8b5d989dcc7bb023d1426c492dab0a3053e74"),
         "{out}"
     );
     agent.wait("big", "").await.unwrap();
