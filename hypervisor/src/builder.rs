@@ -147,6 +147,7 @@ pub fn build(
         events.add_subscriber(device as Subscriber);
     }
     if config.memory_mib <= memory::SMALL_MIB {
+        memory::back_top_with_huge_pages(&memory, config.memory_mib);
         memory::use_small_pages();
     }
     let vcpus = start_vcpus(config.vcpus, &kvm, &vm, entry, |index, fd| {
