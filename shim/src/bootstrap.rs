@@ -37,7 +37,7 @@ pub enum BootstrapError {
     /// The instance is not named.
     #[error("The flag -{0} is missing: this program is started by containerd")]
     MissingFlag(&'static str),
-    /// Not a name that containerd allows, and unsafe in a path.
+    /// Not a name that containerd allows: in a path it could lead elsewhere.
     #[error("The {0} {1:?} cannot be part of a path")]
     BadName(&'static str, String),
     /// Nowhere to send events to.

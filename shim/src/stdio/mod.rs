@@ -8,13 +8,16 @@
 mod logger;
 mod target;
 
+use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncWriteExt, BufReader, copy_buf};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, copy_buf};
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe;
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep_until};
 
 use logger::Logger;
 use target::{Input, Output};
@@ -69,6 +72,8 @@ impl HostStdio {
 /// The running relays of one process.
 pub struct Relays {
     outputs: Vec<JoinHandle<()>>,
+    /// Told of each piece of output that was taken.
+    moves: Arc<Notify>,
     input: Option<JoinHandle<()>>,
     /// Keeps the standard input from ending when a client goes away, until CloseIO.
     stdin_keeper: Option<pipe::Sender>,
@@ -78,10 +83,11 @@ pub struct Relays {
 impl Relays {
     /// Starts to copy. A stream that only one side has is closed.
     pub fn start(host: HostStdio, guest: GuestStdio) -> Self {
-        let mut outputs = Vec::new();
+        let (mut outputs, moves) = (Vec::new(), Arc::new(Notify::new()));
         for (target, stream) in [(host.stdout, guest.stdout), (host.stderr, guest.stderr)] {
             if let (Some(target), Some(stream)) = (target, stream) {
-                outputs.push(tokio::spawn(relay_output(stream, target)));
+                let relay = relay_output(stream, target, moves.clone());
+                outputs.push(tokio::spawn(relay));
             }
         }
         let (mut input, mut stdin_keeper) = (None, None);
@@ -91,6 +97,7 @@ impl Relays {
         }
         Self {
             outputs,
+            moves,
             input,
             stdin_keeper,
             logger: host.logger,
@@ -103,18 +110,28 @@ impl Relays {
         self.stdin_keeper = None;
     }
 
-    /// The process is gone: passes on what it still has written and closes everything. Output that
-    /// nobody has taken within `limit` is given up, since a client may never open its FIFO.
+    /// The process is gone: passes on what it still has written and closes everything. Output of
+    /// which nobody has taken anything for `limit` is given up, since a client may never open its
+    /// FIFO; a client that is only slow gets all of it.
     pub async fn drain(mut self, limit: Duration) {
         self.stdin_keeper = None;
         if let Some(input) = self.input.take() {
             input.abort();
         }
-        let deadline = Instant::now() + limit;
+        // A client may take one stream after the other: both have time while either moves.
+        let mut deadline = Instant::now() + limit;
         for mut output in self.outputs.drain(..) {
-            if timeout_at(deadline, &mut output).await.is_err() {
-                log::warn!("Output of a process was given up: nobody reads it");
-                output.abort();
+            loop {
+                tokio::select! {
+                    biased;
+                    _ = &mut output => break,
+                    () = self.moves.notified() => deadline = Instant::now() + limit,
+                    () = sleep_until(deadline) => {
+                        log::warn!("Output of a process was given up: nobody reads it");
+                        output.abort();
+                        break;
+                    }
+                }
             }
         }
         if let Some(logger) = self.logger.take() {
@@ -123,10 +140,25 @@ impl Relays {
     }
 }
 
-/// Copies what the process writes to `target`.
-async fn relay_output(stream: UnixStream, mut target: Output) {
+/// Copies what the process writes to `target`, and tells `moves` of each piece that was taken.
+async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<Notify>) {
     let mut reader = BufReader::with_capacity(CHUNK, stream);
-    if let Err(e) = copy_buf(&mut reader, &mut target.writer).await {
+    let copied: io::Result<()> = async {
+        loop {
+            let piece = reader.fill_buf().await?;
+            if piece.is_empty() {
+                return Ok(());
+            }
+            let taken = target.writer.write(piece).await?;
+            if taken == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            reader.consume(taken);
+            moves.notify_one();
+        }
+    }
+    .await;
+    if let Err(e) = copied {
         log::debug!("A standard output ended early: {e}");
     }
     if let Err(e) = target.writer.shutdown().await {

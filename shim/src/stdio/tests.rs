@@ -138,6 +138,45 @@ async fn draining_gives_up_output_that_nobody_reads() {
 }
 
 #[tokio::test]
+async fn draining_waits_for_a_slow_reader_longer_than_its_limit() {
+    let dir = TempDir::new().unwrap();
+    let uris = Uris {
+        stdout: fifo(&dir, "out"),
+        ..Uris::default()
+    };
+    let host = open(uris.clone()).await;
+    let (stdout, mut process) = stream();
+    let relays = Relays::start(
+        host,
+        GuestStdio {
+            stdout,
+            ..GuestStdio::default()
+        },
+    );
+    tokio::spawn(async move { process.write_all(&pattern(LOTS)).await });
+    let mut client = pipe::OpenOptions::new()
+        .open_receiver(&uris.stdout)
+        .unwrap();
+    let limit = Duration::from_secs(1);
+    let slow = tokio::spawn(async move {
+        let mut got = Vec::new();
+        let mut piece = vec![0; LOTS / 20];
+        loop {
+            tokio::time::sleep(limit / 10).await;
+            match client.read(&mut piece).await.unwrap() {
+                0 => return got,
+                n => got.extend_from_slice(&piece[..n]),
+            }
+        }
+    });
+    let start = std::time::Instant::now();
+    relays.drain(limit).await;
+    assert!(start.elapsed() > limit, "the reader was not slow");
+    let got = slow.await.unwrap();
+    assert!(got == pattern(LOTS), "{} bytes", got.len());
+}
+
+#[tokio::test]
 async fn a_file_takes_both_streams_and_is_appended_to() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("new/with space.log");
