@@ -66,7 +66,8 @@ fn run() -> Result<ExitCode, String> {
         return Ok(ExitCode::SUCCESS);
     }
     if flags.info {
-        info::info().map_err(text)?;
+        let input = start::read_input().map_err(text)?;
+        info::info(&input).map_err(text)?;
         return Ok(ExitCode::SUCCESS);
     }
     match flags.action {

@@ -95,7 +95,7 @@ pub fn start(flags: &Flags) -> Result<ExitCode, StartError> {
 }
 
 /// What containerd writes to standard input; nothing if a person started us.
-fn read_input() -> Result<Vec<u8>, StartError> {
+pub fn read_input() -> Result<Vec<u8>, StartError> {
     let mut input = Vec::new();
     let stdin = io::stdin();
     if nix::unistd::isatty(stdin.as_raw_fd()).unwrap_or(false) {
