@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sched::CloneFlags;
 use oci_spec::runtime::{
-    Capabilities, LinuxCapabilities, LinuxNamespace, LinuxNamespaceType, LinuxResources,
+    Capabilities, Hooks, LinuxCapabilities, LinuxNamespace, LinuxNamespaceType, LinuxResources,
     LinuxSeccompAction, Mount, Process, RootBuilder, Spec,
 };
 
@@ -68,6 +68,9 @@ pub fn adapt(
         .clone()
         .ok_or(SpecError::Missing("process"))?;
     adapt_process(&mut process, terminal)?;
+    if let Some(hooks) = spec.hooks_mut() {
+        adapt_hooks(hooks, &process);
+    }
     if process.capabilities().is_none() {
         process.set_capabilities(Some(no_capabilities()));
     }
@@ -207,6 +210,18 @@ fn no_capabilities() -> LinuxCapabilities {
     capabilities
 }
 
+/// Hooks that run just before the container's program have its environment, unless they name their
+/// own: that of libcontainer's init is another (see `helper`).
+fn adapt_hooks(hooks: &mut Hooks, process: &Process) {
+    let Some(mut list) = hooks.start_container().clone() else {
+        return;
+    };
+    for hook in list.iter_mut().filter(|hook| hook.env().is_none()) {
+        hook.set_env(process.env().clone());
+    }
+    hooks.set_start_container(Some(list));
+}
+
 /// What belongs to another kind of system, or to the host.
 fn refuse_foreign(spec: &Spec) -> Result<(), SpecError> {
     let unsupported = |field, reason| Err(SpecError::Unsupported { field, reason });
@@ -220,16 +235,17 @@ fn refuse_foreign(spec: &Spec) -> Result<(), SpecError> {
         let none = |hooks: &Option<Vec<_>>| hooks.as_ref().is_none_or(Vec::is_empty);
         #[allow(deprecated, reason = "a prestart hook would be ignored otherwise")]
         let prestart = hooks.prestart();
-        let kinds = [
+        let of_the_host = [
             prestart,
             hooks.create_runtime(),
-            hooks.create_container(),
-            hooks.start_container(),
             hooks.poststart(),
             hooks.poststop(),
         ];
-        if !kinds.into_iter().all(none) {
-            return unsupported("hooks", "hooks run on the host");
+        if !of_the_host.into_iter().all(none) {
+            return unsupported(
+                "hooks",
+                "prestart, createRuntime, poststart and poststop hooks run on the host",
+            );
         }
     }
     let Some(linux) = spec.linux() else {

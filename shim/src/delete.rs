@@ -14,6 +14,7 @@ use protobuf::{Message, MessageField};
 use crate::bootstrap::{BootstrapError, check_name};
 use crate::container::Exit;
 use crate::flags::Flags;
+use crate::hooks::Hooks;
 use crate::mount::unmount;
 use crate::publisher::timestamp;
 use crate::spec::Spec;
@@ -60,20 +61,37 @@ pub fn delete(flags: &Flags) -> Result<(), DeleteError> {
 }
 
 fn clean_up(namespace: &str, id: &str, bundle: &Path) -> Result<(), DeleteError> {
-    let group = Spec::read(bundle)
-        .ok()
+    let spec = Spec::read(bundle).ok();
+    let group = spec
+        .as_ref()
         .and_then(|spec| spec.group().map(str::to_owned));
     // A group that is no name is one that nothing was ever started for.
     let sandbox = group.filter(|group| check_name("group", group).is_ok());
     let path = StateDir::path_of(namespace, sandbox.as_deref().unwrap_or(id));
     match state::remove_dead(&path) {
-        Ok(()) => remove_socket(bundle),
+        Ok(()) => {
+            remove_socket(bundle);
+            if let Some(spec) = &spec {
+                run_hooks(spec, id, bundle);
+            }
+        }
         // The daemon lives, and cleans up itself when its tasks are deleted.
         Err(StateError::InUse(_)) => {}
         Err(e) => return Err(e.into()),
     }
     let rootfs = bundle.join("rootfs");
     unmount(&rootfs).map_err(|e| DeleteError::Unmount(rootfs, e))
+}
+
+/// Runs the hooks for a container's end that the daemon did not come to. What fails of them must not
+/// keep the rest from being cleaned up.
+fn run_hooks(spec: &Spec, id: &str, bundle: &Path) {
+    let ran = Hooks::of(spec, id, bundle)
+        .map_err(io::Error::other)
+        .and_then(|hooks| hooks.stopped_after_a_crash());
+    if let Err(e) = ran {
+        log::warn!("Cannot run the poststop hooks of {id}: {e}");
+    }
 }
 
 /// Removes the socket that the bundle's daemon served on, unless it is served on.
@@ -109,6 +127,24 @@ mod tests {
         assert!(!path.exists());
         // Again, as containerd may.
         remove_socket(bundle.path());
+    }
+
+    #[test]
+    fn poststop_hooks_that_a_dead_daemon_owed_run_and_those_that_ran_do_not_run_again() {
+        let bundle = tempfile::tempdir().unwrap();
+        let spec = serde_json::json!({"hooks": {"poststop": [
+            {"path": "/bin/sh", "args": ["sh", "-c", "cat >>log"]}
+        ]}});
+        std::fs::write(bundle.path().join("config.json"), spec.to_string()).unwrap();
+        let clean_up = || {
+            clean_up("cube-test-namespace", "hooked", bundle.path()).unwrap();
+            std::fs::read_to_string(bundle.path().join("log")).unwrap_or_default()
+        };
+        assert_eq!(clean_up(), "");
+        std::fs::write(bundle.path().join("poststop-hooks-are-due"), "").unwrap();
+        let log = clean_up();
+        assert!(log.contains("\"status\":\"stopped\""), "{log}");
+        assert_eq!(clean_up(), log);
     }
 
     #[test]

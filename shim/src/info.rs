@@ -132,6 +132,9 @@ fn features() -> Value {
     json!({
         "ociVersionMin": "1.0.0",
         "ociVersionMax": "1.3.0",
+        "hooks": [
+            "prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop"
+        ],
         "mountOptions": &MOUNT_OPTIONS[..],
         "linux": {
             "namespaces": ["cgroup", "ipc", "mount", "network", "pid", "user", "uts"],

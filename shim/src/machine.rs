@@ -212,6 +212,11 @@ impl Booting {
         }
     }
 
+    /// The hypervisor's process id: it lives in the pod's network namespace already.
+    pub fn pid(&self) -> u32 {
+        self.hypervisor.pid()
+    }
+
     /// The machine, once it is ready.
     pub fn finish(self, guest: Arc<Guest>) -> Machine {
         Machine {

@@ -13,6 +13,7 @@ mod daemon;
 mod delete;
 mod flags;
 mod guest;
+mod hooks;
 mod host_cgroup;
 mod hypervisor;
 mod info;

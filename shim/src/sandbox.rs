@@ -13,6 +13,7 @@ use tokio::sync::{Mutex, Notify};
 
 use crate::bootstrap::check_name;
 use crate::config::Config;
+use crate::hooks::Hooks;
 use crate::machine::{Booting, Machine, drop_caches};
 use crate::mount::{self, Mount};
 use crate::options::Options;
@@ -73,6 +74,24 @@ impl Sandbox {
         log::debug!("{} is asked for", request.id);
         let bundle = PathBuf::from(&request.bundle);
         let spec = Spec::read(&bundle).map_err(TaskError::host)?;
+        let hooks = Hooks::of(&spec, &request.id, &bundle).map_err(create_failed)?;
+        let hooks = Arc::new(hooks);
+        let created = self
+            .create_hooked(reservation, request, spec, hooks.clone())
+            .await;
+        if created.is_err() {
+            hooks.stopped().await;
+        }
+        created
+    }
+
+    async fn create_hooked(
+        &self,
+        reservation: Reservation,
+        request: CreateTaskRequest,
+        spec: Spec,
+        hooks: Arc<Hooks>,
+    ) -> Result<u32, TaskError> {
         let options = Options::parse(request.options.as_ref()).map_err(TaskError::host)?;
         let config = Config::load(options.config.as_deref(), &spec.annotations())
             .map_err(TaskError::host)?;
@@ -87,7 +106,7 @@ impl Sandbox {
                 "the sandbox's machine has ended: delete its tasks first".into(),
             ));
         }
-        let mut booting = match &*machine {
+        let booting = match &*machine {
             Some(_) => None,
             None => Some(
                 Booting::power_on(&self.namespace, &self.id, &spec, &config)
@@ -100,27 +119,40 @@ impl Sandbox {
             (None, None) => return Err(TaskError::Host("there is no machine".into())),
         };
         // While the guest boots.
-        let new = prepare(reservation, &request, &spec, &shared)?;
+        let new = prepare(reservation, &request, &spec, &hooks, &shared)?;
         log::debug!(
             "The root file system and volumes of {} are mounted",
             request.id
         );
-        if let Some(mut booting) = booting.take() {
-            match booting.ready(&spec).await {
-                Ok(guest) => *machine = Some(booting.finish(guest)),
-                Err(error) => {
-                    // What is mounted in the sandbox's directory goes before the directory does.
-                    drop(new);
-                    drop(booting);
-                    return Err(TaskError::host(error));
+        let guest = match (booting, &*machine) {
+            (Some(mut booting), _) => {
+                let booted = match hooks.creating(booting.pid()).await {
+                    Ok(()) => booting.ready(&spec).await.map_err(TaskError::host),
+                    Err(error) => Err(create_failed(error)),
+                };
+                match booted {
+                    Ok(guest) => {
+                        *machine = Some(booting.finish(guest.clone()));
+                        drop(machine);
+                        guest
+                    }
+                    Err(error) => {
+                        // What is mounted in the sandbox's directory goes before the directory does.
+                        drop(new);
+                        drop(booting);
+                        return Err(error);
+                    }
                 }
             }
-        }
-        let guest = match &*machine {
-            Some(machine) => machine.guest.clone(),
-            None => return Err(TaskError::Host("there is no machine".into())),
+            (None, Some(running)) => {
+                let guest = running.guest.clone();
+                // Hooks may take their time, and other containers need not wait for them.
+                drop(machine);
+                hooks.creating(guest.pid).await.map_err(create_failed)?;
+                guest
+            }
+            (None, None) => return Err(TaskError::Host("there is no machine".into())),
         };
-        drop(machine);
         self.tasks.create(new, guest).await
     }
 
@@ -184,11 +216,17 @@ impl Sandbox {
     }
 }
 
+/// What a failed create of the OCI runtime is called.
+fn create_failed(error: impl std::fmt::Display) -> TaskError {
+    TaskError::host(format!("OCI runtime create failed: {error}"))
+}
+
 /// Mounts what the container needs below the sandbox's shared directory and edits its specification.
 fn prepare(
     reservation: Reservation,
     request: &CreateTaskRequest,
     spec: &Spec,
+    hooks: &Arc<Hooks>,
     shared: &Path,
 ) -> Result<NewContainer, TaskError> {
     let id = reservation.id().to_owned();
@@ -222,15 +260,17 @@ fn prepare(
         .map_err(TaskError::host)?;
     for (n, volume) in guest_spec.volumes.iter().enumerate() {
         let target = volumes.join(n.to_string());
-        volume
-            .bind(&target)
-            .map_err(|e| TaskError::host(format!("OCI runtime create failed: {e}")))?;
+        volume.bind(&target).map_err(create_failed)?;
         undo.push(format!("unmount {}", target.display()), move || {
             mount::unmount(&target)
         });
     }
+    if !hooks.is_empty() && !request.rootfs.is_empty() {
+        show_rootfs(&rootfs, &bundle.join("rootfs"), &mut undo)?;
+    }
     Ok(NewContainer {
         reservation,
+        hooks: hooks.clone(),
         spec: guest_spec.json,
         rootfs: rootfs_in_guest,
         uris: Uris {
@@ -244,6 +284,24 @@ fn prepare(
         event: create_event(request),
         bundle,
     })
+}
+
+/// Binds the root file system where it is with runc: hooks of the host look for it there.
+fn show_rootfs(rootfs: &Path, place: &Path, undo: &mut Undo) -> Result<(), TaskError> {
+    if !place.is_dir() {
+        return Ok(());
+    }
+    let bind = Mount {
+        kind: "bind".into(),
+        source: rootfs.display().to_string(),
+        target: String::new(),
+        options: vec!["rbind".into()],
+    };
+    let target = place.to_owned();
+    undo.push(format!("unmount {}", place.display()), move || {
+        mount::unmount(&target)
+    });
+    mount::mount_rootfs(&[bind], place).map_err(TaskError::host)
 }
 
 fn make_directory(

@@ -77,6 +77,16 @@ impl Spec {
         self.get(path).and_then(Value::as_str).unwrap_or_default()
     }
 
+    /// The version of the runtime specification that it is written to.
+    pub fn oci_version(&self) -> &str {
+        self.text(&["ociVersion"])
+    }
+
+    /// Hooks of all kinds.
+    pub fn hooks(&self) -> Option<&Value> {
+        self.root.get("hooks").filter(|hooks| !hooks.is_null())
+    }
+
     /// All annotations.
     pub fn annotations(&self) -> HashMap<String, String> {
         let Some(Value::Object(annotations)) = self.get(&["annotations"]) else {
@@ -205,6 +215,9 @@ impl Spec {
                 translate_mount(mount, bundle, shared, &mut volumes)?;
             }
         }
+        if let Some(Value::Object(hooks)) = self.root.get_mut("hooks") {
+            crate::hooks::guest::translate(hooks, shared, &mut volumes)?;
+        }
         if let Some(Value::Object(linux)) = self.root.get_mut("linux") {
             translate_namespaces(linux)?;
             // The host's cgroup holds the VM; the guest has a tree of its own.
@@ -217,15 +230,6 @@ impl Spec {
 
     fn refuse_what_no_vm_can_do(&self) -> Result<(), SpecError> {
         let refuse = |sentence: String| Err(SpecError::Unsupported(sentence));
-        if let Some(Value::Object(hooks)) = self.root.get("hooks") {
-            for (kind, list) in hooks {
-                if list.as_array().is_some_and(|l| !l.is_empty()) {
-                    return refuse(format!(
-                        "OCI hooks ({kind}) are not supported yet: remove them from the specification"
-                    ));
-                }
-            }
-        }
         if self
             .get(&["linux", "intelRdt"])
             .is_some_and(|v| !v.is_null())
@@ -515,7 +519,10 @@ mod tests {
     #[test]
     fn what_no_vm_can_do_is_refused_with_a_sentence() {
         for (value, word) in [
-            (json!({"hooks": {"prestart": [{"path": "/h"}]}}), "hooks"),
+            (
+                json!({"hooks": {"createContainer": [{"path": "h"}]}}),
+                "hook",
+            ),
             (json!({"linux": {"intelRdt": {}}}), "intelRdt"),
             (
                 json!({"process": {"apparmorProfile": "docker-default"}}),

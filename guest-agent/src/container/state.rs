@@ -11,7 +11,7 @@ use tokio::sync::RwLock;
 
 use super::{ContainerError, Result, Settings};
 use crate::cgroup::Cgroup;
-use crate::helper::create::{INNER_ID, STATE};
+use crate::helper::create::STATE;
 use crate::process::Process;
 use crate::reaper::{Exit, exited};
 
@@ -212,7 +212,7 @@ impl Container {
 
     /// libcontainer's init waits for a connection to this socket, and its end.
     pub(super) fn notify_init(&self) -> io::Result<()> {
-        let state = fs::File::open(self.dir.join(STATE).join(INNER_ID))?;
+        let state = fs::File::open(self.dir.join(STATE).join(&self.id))?;
         // The path may be longer than a socket's address can be; the descriptor's is not.
         let path = format!("/proc/self/fd/{}/notify.sock", state.as_raw_fd());
         std::os::unix::net::UnixStream::connect(path).map(drop)

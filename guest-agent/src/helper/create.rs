@@ -16,10 +16,8 @@ use super::{CreateOrder, EXEC_BASE, mount_error};
 use crate::cgroup::Cgroup;
 use crate::spec::{self, Adapted};
 
-/// The name that libcontainer knows the container by: it has its own directory, and short paths.
-pub const INNER_ID: &str = "c";
-
-/// The directory below the container's in which libcontainer keeps its state.
+/// The directory below the container's in which libcontainer keeps its state, in a directory with the
+/// container's name.
 pub const STATE: &str = "state";
 
 /// The socket below the container's directory on which a terminal's master is handed over.
@@ -80,7 +78,7 @@ fn build(
             .map_err(|e| ChildError::failed("cannot report", e))?;
     }
     let console = order.terminal.then(|| order.dir.join(CONSOLE_SOCKET));
-    let container = ContainerBuilder::new(INNER_ID.into(), SyscallType::Linux)
+    let container = ContainerBuilder::new(order.id.clone(), SyscallType::Linux)
         .with_executor(InitExecutor::new(process, control.clone()))
         .with_console_socket(console)
         .with_root_path(&state)

@@ -100,6 +100,67 @@ pub async fn missing_program(agent: Agent) {
     agent.delete("m", "").await.unwrap();
 }
 
+pub async fn hooks(agent: Agent) {
+    let shell = |path: String, script: &str| json!({"path": path, "args": ["sh", "-c", script]});
+    let rootfs = agent.rootfs();
+    // A createContainer hook runs before the container's root is its root, in the container's namespaces.
+    let outside = |script: &str| {
+        let mut hook = shell(format!("{rootfs}/bin/busybox"), script);
+        hook["env"] = json!([format!("ROOT={rootfs}"), "PATH=/nowhere"]);
+        hook
+    };
+    let inside = |script: &str| shell("/bin/sh".into(), script);
+    let state = "read -r state; echo \"$state\"";
+    let mut hooked = spec(&["cat", "/tmp/created", "/tmp/started"]);
+    hooked["annotations"] = json!({"k": "v"});
+    hooked["hooks"] = json!({
+        "createContainer": [outside(&format!("({state}; echo $$) >$ROOT/tmp/created"))],
+        "startContainer": [inside(&format!("({state}; echo $B $$) >/tmp/started"))],
+    });
+    let io = agent.streams(false);
+    agent.create("hooked", &hooked, &io).await.unwrap();
+    assert!(agent.has_file("tmp/created"));
+    assert!(!agent.has_file("tmp/started"));
+    let output = io.stdout().await.collect();
+    agent.start("hooked").await.unwrap();
+    let output = String::from_utf8(output.await).unwrap();
+    assert_eq!(agent.wait("hooked", "").await.unwrap(), 0, "{output}");
+    let lines: Vec<_> = output.lines().collect();
+    for line in [lines[0], lines[2]] {
+        let state: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!(state["id"], "hooked");
+        assert_eq!(state["annotations"]["k"], "v");
+    }
+    // Their numbers are those of the container's PID namespace; without an environment the second
+    // has the program's.
+    assert_eq!(lines[1].len(), 1, "{output}");
+    assert!(
+        lines[3].starts_with("2 ") && lines[3].len() == 3,
+        "{output}"
+    );
+    agent.delete("hooked", "").await.unwrap();
+    agent.remove_file("tmp/created");
+    agent.remove_file("tmp/started");
+
+    // One that fails fails the create, or ends the container before its program runs.
+    hooked["hooks"] = json!({"createContainer": [outside("exit 3")]});
+    let (_, message) = agent
+        .create("failing", &hooked, &agent.no_streams())
+        .await
+        .unwrap_err();
+    assert!(message.contains("create container hooks"), "{message}");
+    let mut hooked = spec(&["touch", "/tmp/ran"]);
+    hooked["hooks"] = json!({"startContainer": [inside("exit 3")]});
+    agent
+        .create("failing", &hooked, &agent.no_streams())
+        .await
+        .unwrap();
+    agent.start("failing").await.unwrap();
+    assert_ne!(agent.wait("failing", "").await.unwrap(), 0);
+    assert!(!agent.has_file("tmp/ran"));
+    agent.delete("failing", "").await.unwrap();
+}
+
 pub async fn refused(agent: Agent) {
     let io = agent.no_streams();
     let with = |pointer: &str, value: serde_json::Value| {

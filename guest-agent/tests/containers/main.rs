@@ -25,11 +25,12 @@ macro_rules! tests {
 }
 
 /// In a guest, or without KVM on this machine.
-const TESTS: [rig::Test; 24] = tests![
+const TESTS: [rig::Test; 25] = tests![
     a_container_says_hello_and_exits_with_its_code = lifecycle::hello,
     signals_end_a_container_with_128_and_the_number = lifecycle::signals,
     a_missing_program_fails_in_create_in_runcs_words = lifecycle::missing_program,
     create_refuses_what_it_cannot_do = lifecycle::refused,
+    hooks_of_the_containers_namespaces_run_there = lifecycle::hooks,
     identity_environment_and_limits_are_the_specs = isolation::identity,
     stdin_ends_by_shutdown_and_by_close_stdin = streams::stdin_ends,
     mebibytes_arrive_on_both_outputs_and_through_stdin = streams::big_streams,

@@ -128,10 +128,14 @@ impl Tasks {
 
     async fn delete_container(&self, id: &str, guest: &Guest) -> Result<Deleted, TaskError> {
         let exit = self.delete_in_guest(id, "", guest).await?;
-        let relays = self.with(id, |entry| Ok(entry.container.take_relays()))?;
+        let (relays, hooks) = self.with(id, |entry| {
+            Ok((entry.container.take_relays(), entry.hooks.clone()))
+        })?;
         for relays in relays {
             relays.drain(DRAIN_LIMIT).await;
         }
+        // While its name is taken, and its root file system there.
+        hooks.stopped().await;
         let mut entry = self
             .lock()
             .entries

@@ -21,6 +21,7 @@ use ttrpc::context::Context;
 
 use crate::container::{Container, Exit, Phase};
 use crate::guest::Guest;
+use crate::hooks::Hooks;
 use crate::publisher::{Publisher, timestamp};
 use crate::stdio::Uris;
 use crate::task_error::TaskError;
@@ -40,6 +41,8 @@ pub struct NewContainer {
     pub uris: Uris,
     /// The terminal's first size.
     pub console_size: (u32, u32),
+    /// What the host runs at points of its life.
+    pub hooks: Arc<Hooks>,
     /// What removes its mounts and directories from the host.
     pub undo: Undo,
     /// The event, but for the process id.
@@ -50,6 +53,7 @@ pub struct NewContainer {
 struct Entry {
     container: Container,
     guest: Arc<Guest>,
+    hooks: Arc<Hooks>,
     undo: Undo,
 }
 

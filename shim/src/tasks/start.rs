@@ -59,6 +59,7 @@ impl Tasks {
         let entry = Entry {
             container,
             guest,
+            hooks: new.hooks,
             undo: new.undo,
         };
         let mut table = self.lock();
@@ -92,10 +93,7 @@ impl Tasks {
                 });
                 Err(error)
             }
-            Ok(None) => self.with(id, |entry| {
-                entry.container.finish_start(exec, None);
-                Ok(entry.container.pid)
-            }),
+            Ok(None) => self.finish_start(id).await,
             Ok(Some((size, guest_pid, relays))) => {
                 let (pid, now_wanted) = self.with(id, |entry| {
                     let asked = entry
@@ -122,6 +120,24 @@ impl Tasks {
                 source,
             })?;
         Ok(())
+    }
+
+    /// The user's program runs. If a hook that is to run now fails, it is ended.
+    async fn finish_start(&self, id: &str) -> Result<u32, TaskError> {
+        let (hooks, pid) = self.with(id, |entry| Ok((entry.hooks.clone(), entry.container.pid)))?;
+        let hooked = hooks.running(pid).await;
+        self.with(id, |entry| {
+            entry.container.finish_start("", None);
+            Ok(())
+        })?;
+        let Err(error) = hooked else { return Ok(pid) };
+        match self.kill(id, "", libc::SIGKILL as u32, false).await {
+            Ok(()) | Err(TaskError::NotFound(_)) => {}
+            Err(e) => log::error!("Cannot end {id}, whose hook failed: {e}"),
+        }
+        Err(TaskError::host(format!(
+            "OCI runtime start failed: {error}"
+        )))
     }
 
     async fn start_exec(

@@ -74,15 +74,20 @@ impl Agent {
         Io::none(&self.arrivals)
     }
 
+    /// The root file system, as the agent sees it.
+    pub fn rootfs(&self) -> String {
+        if self.in_guest {
+            format!("{SHARE_PATH}/rootfs")
+        } else {
+            self.dir.join("rootfs").to_str().unwrap().into()
+        }
+    }
+
     pub async fn create(&self, id: &str, spec: &Value, io: &Io) -> Result<u32, Failure> {
         let mut request = CreateContainerRequest::new();
         request.id = id.into();
         request.spec = serde_json::to_vec(spec).unwrap();
-        request.rootfs = if self.in_guest {
-            format!("{SHARE_PATH}/rootfs")
-        } else {
-            self.dir.join("rootfs").to_str().unwrap().into()
-        };
+        request.rootfs = self.rootfs();
         request.stdio = Some(io.stdio.clone()).into();
         let created = self.client.create_container(context(), &request).await;
         created.map(|created| created.pid).map_err(failure)
@@ -289,6 +294,10 @@ impl Agent {
     pub async fn wait_for_file(&self, name: &str) {
         self.until(async || self.dir.join("rootfs").join(name).exists())
             .await;
+    }
+
+    pub fn has_file(&self, name: &str) -> bool {
+        self.dir.join("rootfs").join(name).exists()
     }
 
     pub fn remove_file(&self, name: &str) {
