@@ -1,5 +1,6 @@
 //! The daemon of a sandbox: serves containerd until the sandbox has ended.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ use ttrpc::r#async::transport::Listener;
 use crate::publisher;
 use crate::sandbox::Sandbox;
 use crate::service;
+use crate::stdio::Streams;
 use crate::tasks::Tasks;
 
 /// How long events and answers may hold up the end.
@@ -54,7 +56,8 @@ impl Daemon {
         let mut interrupt = signal(SignalKind::interrupt())?;
         let (publisher, queue) = publisher::queue();
         tokio::spawn(queue.forward(self.ttrpc_address, self.namespace.clone()));
-        let tasks = Tasks::new(self.namespace.clone(), publisher.clone());
+        let streams = Streams::new(self.socket.clone());
+        let tasks = Tasks::new(self.namespace.clone(), publisher.clone(), streams.clone());
         let sandbox = Arc::new(Sandbox::new(
             self.namespace,
             self.sandbox,
@@ -66,6 +69,7 @@ impl Daemon {
         let listener = OwnPeers(UnixListener::from_std(self.listener)?);
         let mut server = Server::new()
             .register_service(service::services(&sandbox))
+            .register_service(HashMap::from([streams.service()]))
             .add_listener(Listener::new(listener));
         server.start().await.map_err(io::Error::other)?;
 

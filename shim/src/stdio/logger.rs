@@ -1,7 +1,8 @@
-//! Logging programs: `binary://PATH?ARGUMENTS`.
+//! Logging programs: `binary://PATH?ARGUMENTS`, `binary-v2://PATH?ARGUMENTS`.
 //!
 //! The program reads the standard output on descriptor 3 and the standard error on 4, and closes
-//! descriptor 5 once it is ready (containerd's `runtime/v2/logging` package is its other half).
+//! descriptor 5 once it is ready (containerd's `runtime/v2/logging` package is its other half). By `binary-v2`
+//! it has to write a byte there before: one that has crashed is told from one that is ready.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -19,6 +20,9 @@ use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 use super::target::{StdioError, decode_path};
+
+/// The scheme by which a program must say that it is ready.
+const STRICT: &str = "binary-v2://";
 
 /// How long the program may take until it is ready.
 const READY_LIMIT: Duration = Duration::from_secs(10);
@@ -48,6 +52,11 @@ pub enum LoggerError {
         "The logging program {0} did not close descriptor 5, its sign that it is ready, within 10 s"
     )]
     NotReady(PathBuf),
+    /// It has closed its sign without giving it.
+    #[error(
+        "The logging program {0} closed descriptor 5 without writing a byte there, its sign by binary-v2:// that it is ready: it may have crashed"
+    )]
+    GaveUp(PathBuf),
 }
 
 /// A running logging program.
@@ -89,16 +98,20 @@ impl Logger {
         let child = command.spawn().map_err(fail)?;
         // The command holds our copies of the child's ends.
         drop(command);
-        let logger = Self { program, child };
-        // End-of-file or a byte, either will do.
-        match timeout(READY_LIMIT, ready.read_u8()).await {
-            Ok(_) => Ok((logger, stdout, stderr)),
-            Err(_) => {
-                let program = logger.program.clone();
-                logger.kill().await;
-                Err(LoggerError::NotReady(program))
+        let logger = Self {
+            program: program.clone(),
+            child,
+        };
+        let error = match timeout(READY_LIMIT, ready.read_u8()).await {
+            // End-of-file or a byte, either will do, unless a byte was agreed on.
+            Ok(sign) if sign.is_ok() || !uri.starts_with(STRICT) => {
+                return Ok((logger, stdout, stderr));
             }
-        }
+            Ok(_) => LoggerError::GaveUp(program),
+            Err(_) => LoggerError::NotReady(program),
+        };
+        logger.kill().await;
+        Err(error)
     }
 
     /// Its streams are closed: asks it to end, and ends it if it does not.
@@ -138,7 +151,7 @@ fn mapping(parent_fd: OwnedFd, child_fd: i32) -> FdMapping {
 
 /// The program and its arguments: each key of the query and, where it has one, its value.
 fn parse(uri: &str) -> Result<(PathBuf, Vec<String>), LoggerError> {
-    let rest = uri.strip_prefix("binary://").unwrap_or(uri);
+    let rest = uri.split_once("://").map_or(uri, |(_, rest)| rest);
     let program = decode_path(uri, rest).map_err(|e| match e {
         StdioError::NoPath(uri) => LoggerError::NoProgram(uri),
         _ => LoggerError::NoProgram(uri.to_owned()),

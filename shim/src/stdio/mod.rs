@@ -1,11 +1,12 @@
-//! The standard streams of a process, containerd's side: FIFOs, files and logging programs, and
-//! the relays between them and the streams from the guest.
+//! The standard streams of a process, containerd's side: FIFOs, files, logging programs and
+//! streams over containerd's own connections, and the relays between them and the streams from the guest.
 //!
 //! A relay ends with end-of-file from where it reads, and passes it on by closing where it
 //! writes. A reader on containerd's side that is slow, or not there yet, holds the guest's writer
 //! up; nothing is dropped and nothing piles up here.
 
 mod logger;
+mod streaming;
 mod target;
 
 use std::io;
@@ -15,11 +16,13 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, copy_buf};
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
 use logger::Logger;
+use streaming::Stream;
+pub use streaming::Streams;
 use target::{Input, Output};
 pub use target::{StdioError, Uris};
 
@@ -48,9 +51,15 @@ pub struct GuestStdio {
 impl HostStdio {
     /// Opens what `uris` name. FIFOs need no peer; a logging program is started, and is ready on return.
     ///
-    /// `container` and `namespace` are what a logging program is told.
-    pub async fn open(uris: &Uris, container: &str, namespace: &str) -> Result<Self, StdioError> {
-        target::open(uris, container, namespace).await
+    /// `container` and `namespace` are what a logging program is told; `streams` are those that
+    /// containerd opens to this shim.
+    pub async fn open(
+        uris: &Uris,
+        container: &str,
+        namespace: &str,
+        streams: &Arc<Streams>,
+    ) -> Result<Self, StdioError> {
+        target::open(uris, container, namespace, streams).await
     }
 
     /// Whether containerd gives the process a standard input.
@@ -76,8 +85,14 @@ pub struct Relays {
     moves: Arc<Notify>,
     input: Option<JoinHandle<()>>,
     /// Keeps the standard input from ending when a client goes away, until CloseIO.
-    stdin_keeper: Option<pipe::Sender>,
+    stdin_keeper: Option<Keeper>,
     logger: Option<Logger>,
+}
+
+/// What a standard input goes on by. Dropping it lets it end.
+enum Keeper {
+    Fifo { _writer: pipe::Sender },
+    Stream { _open: oneshot::Sender<()> },
 }
 
 impl Relays {
@@ -92,8 +107,17 @@ impl Relays {
         }
         let (mut input, mut stdin_keeper) = (None, None);
         if let (Some(source), Some(stream)) = (host.stdin, guest.stdin) {
-            stdin_keeper = Some(source.keeper);
-            input = Some(tokio::spawn(relay_input(source.reader, stream)));
+            match source {
+                Input::Fifo { reader, keeper } => {
+                    stdin_keeper = Some(Keeper::Fifo { _writer: keeper });
+                    input = Some(tokio::spawn(relay_input(reader, stream)));
+                }
+                Input::Stream(source) => {
+                    let (open, closed) = oneshot::channel();
+                    stdin_keeper = Some(Keeper::Stream { _open: open });
+                    input = Some(tokio::spawn(relay_input_stream(source, stream, closed)));
+                }
+            }
         }
         Self {
             outputs,
@@ -149,7 +173,7 @@ async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<Notify>
             if piece.is_empty() {
                 return Ok(());
             }
-            let taken = target.writer.write(piece).await?;
+            let taken = target.write(piece).await?;
             if taken == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }
@@ -161,7 +185,7 @@ async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<Notify>
     if let Err(e) = copied {
         log::debug!("A standard output ended early: {e}");
     }
-    if let Err(e) = target.writer.shutdown().await {
+    if let Err(e) = target.finish().await {
         log::debug!("Cannot close a standard output: {e}");
     }
 }
@@ -174,6 +198,35 @@ async fn relay_input(reader: pipe::Receiver, mut stream: UnixStream) {
         log::debug!("A standard input ended early: {e}");
     }
     // Half a close: the process reads end-of-file.
+    if let Err(e) = stream.shutdown().await {
+        log::debug!("Cannot close a standard input: {e}");
+    }
+}
+
+/// The same from a stream, which ends when the client closes it, or has said that it has written all.
+async fn relay_input_stream(
+    mut source: Stream,
+    mut stream: UnixStream,
+    mut closed: oneshot::Receiver<()>,
+) {
+    let copied: io::Result<()> = async {
+        loop {
+            let data = tokio::select! {
+                // What has arrived is passed on first.
+                biased;
+                data = source.read() => data?,
+                _ = &mut closed => return Ok(()),
+            };
+            if data.is_empty() {
+                return Ok(());
+            }
+            stream.write_all(&data).await?;
+        }
+    }
+    .await;
+    if let Err(e) = copied {
+        log::debug!("A standard input ended early: {e}");
+    }
     if let Err(e) = stream.shutdown().await {
         log::debug!("Cannot close a standard input: {e}");
     }

@@ -28,7 +28,9 @@ fn stream() -> (Option<UnixStream>, UnixStream) {
 }
 
 async fn open(uris: Uris) -> HostStdio {
-    HostStdio::open(&uris, "c1", "ns1").await.unwrap()
+    HostStdio::open(&uris, "c1", "ns1", &Arc::default())
+        .await
+        .unwrap()
 }
 
 #[tokio::test]
@@ -254,11 +256,36 @@ async fn what_cannot_be_opened_is_named() {
             stdout: uri.to_owned(),
             ..Uris::default()
         };
-        let error = HostStdio::open(&uris, "c", "n")
+        let error = HostStdio::open(&uris, "c", "n", &Arc::default())
             .await
             .err()
             .unwrap()
             .to_string();
         assert!(error.contains(needle), "{error}");
     }
+}
+
+#[tokio::test]
+async fn a_program_that_must_say_that_it_is_ready_is_told_from_one_that_crashed() {
+    let dir = TempDir::new().unwrap();
+    let program = |name: &str, script: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path.display().to_string()
+    };
+    let ready = program("ready", "printf x >&5; exec 5>&-; cat <&3 >/dev/null");
+    let crashed = program("crashed", "exit 1");
+    let open = async |scheme: &str, path: &str| {
+        let uris = Uris {
+            stdout: format!("{scheme}://{path}"),
+            ..Uris::default()
+        };
+        HostStdio::open(&uris, "c", "n", &Arc::default()).await
+    };
+    assert!(open("binary-v2", &ready).await.is_ok());
+    let error = open("binary-v2", &crashed).await.err().unwrap().to_string();
+    assert!(error.contains("without writing a byte"), "{error}");
+    // By the older scheme either is ready.
+    assert!(open("binary", &crashed).await.is_ok());
 }

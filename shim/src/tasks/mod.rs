@@ -23,7 +23,7 @@ use crate::container::{Container, Exit, Phase};
 use crate::guest::Guest;
 use crate::hooks::Hooks;
 use crate::publisher::{Publisher, timestamp};
-use crate::stdio::Uris;
+use crate::stdio::{Streams, Uris};
 use crate::task_error::TaskError;
 use crate::undo::Undo;
 
@@ -67,6 +67,7 @@ struct Table {
 pub struct Tasks {
     namespace: String,
     publisher: Publisher,
+    streams: Arc<Streams>,
     table: Mutex<Table>,
 }
 
@@ -119,10 +120,11 @@ fn container_request(id: &str) -> ContainerRequest {
 
 impl Tasks {
     /// No tasks yet.
-    pub fn new(namespace: String, publisher: Publisher) -> Arc<Self> {
+    pub fn new(namespace: String, publisher: Publisher, streams: Arc<Streams>) -> Arc<Self> {
         Arc::new(Self {
             namespace,
             publisher,
+            streams,
             table: Mutex::default(),
         })
     }

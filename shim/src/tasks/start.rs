@@ -26,7 +26,7 @@ impl Tasks {
             context: "OCI runtime create failed: ",
             source,
         };
-        let host = HostStdio::open(&new.uris, &id, &self.namespace)
+        let host = HostStdio::open(&new.uris, &id, &self.namespace, &self.streams)
             .await
             .map_err(TaskError::host)?;
         let (stdio, offered) = guest
@@ -152,7 +152,7 @@ impl Tasks {
             context: "OCI runtime exec failed: ",
             source,
         };
-        let host = HostStdio::open(uris, id, &self.namespace)
+        let host = HostStdio::open(uris, id, &self.namespace, &self.streams)
             .await
             .map_err(TaskError::host)?;
         let (stdio, offered) = guest

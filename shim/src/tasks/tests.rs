@@ -265,7 +265,7 @@ async fn bench() -> Bench {
     };
     let guest = Arc::new(Guest::new(PID, ours, streams, ended, power));
     let (publisher, events) = publisher::queue();
-    let tasks = Tasks::new("ns".into(), publisher);
+    let tasks = Tasks::new("ns".into(), publisher, Arc::default());
     Bench {
         agent,
         tasks,
