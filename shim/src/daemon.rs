@@ -78,11 +78,12 @@ impl Daemon {
             _ = terminate.recv() => sandbox.end().await,
             _ = interrupt.recv() => sandbox.end().await,
         }
-        publisher.flush(END_LIMIT).await;
-        if tokio::time::timeout(END_LIMIT, server.shutdown())
-            .await
-            .is_err()
-        {
+        // containerd waits for three seconds.
+        let ((), answered) = tokio::join!(
+            publisher.flush(END_LIMIT),
+            tokio::time::timeout(END_LIMIT, server.shutdown()),
+        );
+        if answered.is_err() {
             log::warn!("A call was still being answered when the shim ended");
         }
         Ok(())

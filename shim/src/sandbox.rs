@@ -62,6 +62,7 @@ impl Sandbox {
         let created = self.create_reserved(reservation, request).await;
         if created.is_err() {
             self.power_off_if_empty().await;
+            self.leave_if_told();
         }
         created
     }
@@ -165,9 +166,9 @@ impl Sandbox {
             if let Some(guest) = machine.as_ref().map(|machine| machine.guest.clone()) {
                 // So that the host can let go of the container's files.
                 tokio::spawn(async move { drop_caches(&guest).await });
-            } else if self.leave_when_empty.load(Ordering::Relaxed) {
-                self.leave();
             }
+            drop(machine);
+            self.leave_if_told();
         }
         Ok(deleted)
     }
@@ -186,13 +187,14 @@ impl Sandbox {
     /// then with the last of them.
     pub async fn shutdown(&self) {
         self.leave_when_empty.store(true, Ordering::Relaxed);
-        if self.tasks.is_empty() {
-            self.power_off_if_empty().await;
-            self.leave();
-        }
+        self.power_off_if_empty().await;
+        self.leave_if_told();
     }
 
-    fn leave(&self) {
+    fn leave_if_told(&self) {
+        if !self.leave_when_empty.load(Ordering::Relaxed) || !self.tasks.is_empty() {
+            return;
+        }
         // Before anybody is told: the next sandbox of this name must not find the socket.
         let _ = std::fs::remove_file(&self.socket);
         self.left.notify_one();

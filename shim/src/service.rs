@@ -133,8 +133,13 @@ impl Task for TaskService {
         Ok(Empty::default())
     }
 
-    async fn checkpoint(&self, _: &TtrpcContext, _: CheckpointTaskRequest) -> ttrpc::Result<Empty> {
-        Err(TaskError::Unimplemented("checkpoint".into()).into())
+    async fn checkpoint(&self, _: &TtrpcContext, r: CheckpointTaskRequest) -> ttrpc::Result<Empty> {
+        // Of what is not there that is said first.
+        self.sandbox.tasks.state(&r.id, "")?;
+        Err(TaskError::Unimplemented(
+            "checkpoint: the processes are a VM's, which CRIU cannot dump, and VMs have no snapshots yet".into(),
+        )
+        .into())
     }
 
     async fn kill(&self, _: &TtrpcContext, r: KillRequest) -> ttrpc::Result<Empty> {
@@ -217,5 +222,113 @@ impl Task for TaskService {
         })
         .await?;
         Ok(Empty::default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use protobuf::well_known_types::any::Any;
+    use ttrpc::Code;
+
+    use super::*;
+    use crate::publisher;
+    use crate::tasks::Tasks;
+
+    fn service(dir: &std::path::Path) -> TaskService {
+        let (publisher, _queue) = publisher::queue();
+        let tasks = Tasks::new("ns".into(), publisher, Arc::default());
+        let sandbox = Sandbox::new("ns".into(), "c".into(), tasks, dir.join("s"));
+        TaskService {
+            sandbox: Arc::new(sandbox),
+        }
+    }
+
+    fn code<T>(result: ttrpc::Result<T>) -> Code {
+        match result.err().unwrap() {
+            ttrpc::Error::RpcStatus(status) => status.code(),
+            error => panic!("{error}"),
+        }
+    }
+
+    /// A request of any kind about the container `id`.
+    macro_rules! about {
+        ($request:ident, $id:expr) => {
+            $request {
+                id: $id.into(),
+                ..Default::default()
+            }
+        };
+    }
+
+    #[tokio::test]
+    async fn every_call_about_an_unknown_container_is_not_found_and_connect_answers() {
+        let dir = tempfile::tempdir().unwrap();
+        let service = service(dir.path());
+        let c = &TtrpcContext::default();
+        let codes = [
+            code(service.state(c, about!(StateRequest, "x")).await),
+            code(service.start(c, about!(StartRequest, "x")).await),
+            code(service.delete(c, about!(DeleteRequest, "x")).await),
+            code(service.pids(c, about!(PidsRequest, "x")).await),
+            code(service.pause(c, about!(PauseRequest, "x")).await),
+            code(service.resume(c, about!(ResumeRequest, "x")).await),
+            code(
+                service
+                    .checkpoint(c, about!(CheckpointTaskRequest, "x"))
+                    .await,
+            ),
+            code(service.kill(c, about!(KillRequest, "x")).await),
+            code(service.resize_pty(c, about!(ResizePtyRequest, "x")).await),
+            code(service.update(c, about!(UpdateTaskRequest, "x")).await),
+            code(service.wait(c, about!(WaitRequest, "x")).await),
+            code(service.stats(c, about!(StatsRequest, "x")).await),
+        ];
+        assert_eq!(codes, [Code::NOT_FOUND; 12]);
+        let close = CloseIORequest {
+            stdin: true,
+            ..about!(CloseIORequest, "x")
+        };
+        assert_eq!(code(service.close_io(c, close).await), Code::NOT_FOUND);
+        let process = Any {
+            value: b"{}".to_vec(),
+            ..Default::default()
+        };
+        let exec = ExecProcessRequest {
+            exec_id: "e".into(),
+            spec: MessageField::some(process),
+            ..about!(ExecProcessRequest, "x")
+        };
+        assert_eq!(code(service.exec(c, exec).await), Code::NOT_FOUND);
+        let connected = service
+            .connect(c, about!(ConnectRequest, "x"))
+            .await
+            .unwrap();
+        assert_eq!(
+            (connected.shim_pid, connected.task_pid),
+            (std::process::id(), 0)
+        );
+    }
+
+    #[tokio::test]
+    async fn a_checkpoint_cannot_be_restored_and_that_is_said() {
+        let dir = tempfile::tempdir().unwrap();
+        let request = CreateTaskRequest {
+            checkpoint: "/checkpoint".into(),
+            ..about!(CreateTaskRequest, "c")
+        };
+        let refused = service(dir.path())
+            .create(&TtrpcContext::default(), request)
+            .await;
+        assert_eq!(code(refused), Code::UNIMPLEMENTED);
+    }
+
+    #[test]
+    fn both_versions_of_the_task_service_are_served() {
+        let dir = tempfile::tempdir().unwrap();
+        let services = services(&service(dir.path()).sandbox);
+        let mut names: Vec<_> = services.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, NAMES);
+        assert!(services.values().all(|service| service.methods.len() == 17));
     }
 }

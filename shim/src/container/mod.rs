@@ -306,7 +306,7 @@ impl Container {
     pub fn check_kill(&self, exec: &str) -> Result<(), TaskError> {
         let process = self.process(exec)?;
         match process.phase {
-            Phase::Stopped => Err(TaskError::NotFound("process already finished".into())),
+            Phase::Stopped => Err(already_finished()),
             Phase::Created if !exec.is_empty() => Err(TaskError::FailedPrecondition(format!(
                 "the exec {exec} is not started"
             ))),
@@ -408,6 +408,11 @@ impl Container {
             }));
         }
     }
+}
+
+/// The error of a signal that comes too late.
+pub fn already_finished() -> TaskError {
+    TaskError::NotFound("process already finished".into())
 }
 
 #[cfg(test)]

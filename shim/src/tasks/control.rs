@@ -6,7 +6,7 @@ use cube_agent_protocol::agent::{ResizePtyRequest, SignalRequest, StatsResponse,
 use ttrpc::context::Context;
 
 use super::{Tasks, container_request};
-use crate::container::Phase;
+use crate::container::{Phase, already_finished};
 use crate::guest::GuestError;
 use crate::task_error::TaskError;
 
@@ -34,18 +34,24 @@ impl Tasks {
             ..Default::default()
         };
         let call = guest.call(|agent| agent.signal(Context::default(), &request));
-        if signal != libc::SIGKILL as u32 || !exec.is_empty() {
-            call.await?;
-            return Ok(());
-        }
-        match tokio::time::timeout(KILL_LIMIT, call).await {
-            // The machine is gone, and the process with it.
-            Ok(Ok(_) | Err(GuestError::Ended(_))) => Ok(()),
-            Ok(Err(error)) => Err(error.into()),
-            Err(_) => {
-                guest.cut_off("it does not answer to SIGKILL");
-                Ok(())
+        let kills = signal == libc::SIGKILL as u32;
+        let answer = if kills && exec.is_empty() {
+            match tokio::time::timeout(KILL_LIMIT, call).await {
+                Ok(answer) => answer,
+                Err(_) => {
+                    guest.cut_off("it does not answer to SIGKILL");
+                    return Ok(());
+                }
             }
+        } else {
+            call.await
+        };
+        match answer {
+            Ok(_) => Ok(()),
+            // The machine is gone, and the process with it, although its exit is not told yet.
+            Err(GuestError::Ended(_)) if kills => Ok(()),
+            Err(GuestError::Ended(_)) => Err(already_finished()),
+            Err(error) => Err(error.into()),
         }
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use cube_agent_protocol::agent::{ProcessExit, WaitRequest};
+use tokio::task::JoinSet;
 use ttrpc::context::Context;
 
 use super::{Deleted, Tasks, no_container, process_request};
@@ -131,9 +132,12 @@ impl Tasks {
         let (relays, hooks) = self.with(id, |entry| {
             Ok((entry.container.take_relays(), entry.hooks.clone()))
         })?;
-        for relays in relays {
-            relays.drain(DRAIN_LIMIT).await;
-        }
+        // All at once: each may take its time.
+        let mut drains: JoinSet<()> = relays
+            .into_iter()
+            .map(|relays| relays.drain(DRAIN_LIMIT))
+            .collect();
+        while drains.join_next().await.is_some() {}
         // While its name is taken, and its root file system there.
         hooks.stopped().await;
         let mut entry = self

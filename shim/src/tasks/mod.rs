@@ -250,10 +250,17 @@ impl Tasks {
             return Ok(list);
         }
         let request = container_request(id);
-        let processes = guest
+        let answer = guest
             .call(|agent| agent.list_processes(Context::default(), &request))
-            .await?
-            .processes;
+            .await;
+        let processes = match answer {
+            Ok(answer) => answer.processes,
+            Err(error) => {
+                // containerd takes a shim that lists nothing for leaked, and removes it.
+                log::debug!("The processes of {id} in the guest: {error}");
+                return Ok(list);
+            }
+        };
         for process in processes.iter().filter(|process| process.pid != init) {
             let info = if process.exec_id.is_empty() {
                 MessageField::none()

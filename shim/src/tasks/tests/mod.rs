@@ -1,5 +1,8 @@
 //! The tasks against an agent of our own in this process.
 
+mod contract;
+mod hooks;
+
 use std::collections::{HashMap, VecDeque};
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::time::Duration;
@@ -58,6 +61,14 @@ impl FakeAgent {
     fn exit(&self, id: &str, exec: &str, code: u32) {
         let state = self.0.lock().unwrap();
         state.processes[&(id.to_owned(), exec.to_owned())].send_replace(Some(code));
+    }
+
+    /// Returns if commands are answered.
+    async fn answer(&self) {
+        let mute = self.0.lock().unwrap().mute;
+        if mute {
+            std::future::pending::<()>().await;
+        }
     }
 
     /// Connects the streams as the real agent does; standard output says which process it is.
@@ -129,10 +140,7 @@ impl Agent for FakeAgent {
     }
 
     async fn signal(&self, _: &TtrpcContext, r: SignalRequest) -> ttrpc::Result<Empty> {
-        let mute = self.0.lock().unwrap().mute;
-        if mute {
-            std::future::pending::<()>().await;
-        }
+        self.answer().await;
         let mut state = self.0.lock().unwrap();
         state
             .log
@@ -191,6 +199,7 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         _: ContainerRequest,
     ) -> ttrpc::Result<ListProcessesResponse> {
+        self.answer().await;
         let process = |pid, exec: &str| GuestProcess {
             pid,
             exec_id: exec.into(),
@@ -509,72 +518,6 @@ async fn when_the_machine_dies_every_process_ends_and_everything_can_be_deleted(
     let names: Vec<_> = bench.events.drain();
     let exits = names.iter().filter(|e| matches!(e, Event::Exit(_))).count();
     assert_eq!(exits, 3);
-}
-
-/// A container whose hooks are these shell scripts, with its bundle in the bench's directory.
-async fn create_hooked(bench: &Bench, hooks: &[(&str, &str)]) {
-    let list =
-        |script: &str| serde_json::json!([{"path": "/bin/sh", "args": ["sh", "-c", script]}]);
-    let hooks: serde_json::Map<_, _> = hooks
-        .iter()
-        .map(|(kind, script)| ((*kind).to_owned(), list(script)))
-        .collect();
-    let spec = serde_json::json!({"hooks": hooks}).to_string();
-    let spec = crate::spec::Spec::parse(spec.as_bytes()).unwrap();
-    let hooks = Hooks::of(&spec, "c", bench.dir.path()).unwrap();
-    hooks.creating(PID).await.unwrap();
-    let mut new = bench.new_container("c", Uris::default());
-    new.hooks = Arc::new(hooks);
-    bench.tasks.create(new, bench.guest.clone()).await.unwrap();
-}
-
-#[tokio::test]
-async fn a_start_hook_runs_before_the_start_is_answered_and_a_stop_hook_before_the_delete() {
-    let mut bench = bench().await;
-    let hooks = [("poststart", "cat >>log"), ("poststop", "cat >>log")];
-    create_hooked(&bench, &hooks).await;
-    let log = || std::fs::read_to_string(bench.dir.path().join("log")).unwrap_or_default();
-    assert_eq!(log(), "");
-    bench.tasks.start("c", "").await.unwrap();
-    assert!(log().contains("\"status\":\"running\",\"pid\":4242"));
-    bench.agent.exit("c", "", 0);
-    bench.tasks.wait("c", "").await.unwrap();
-    assert!(!log().contains("stopped"));
-    bench.tasks.delete("c", "").await.unwrap();
-    assert_eq!(log().matches("\"status\":\"stopped\"").count(), 1);
-    assert_eq!(bench.events().await, ["create", "start", "exit", "delete"]);
-}
-
-#[tokio::test]
-async fn a_start_hook_that_fails_fails_the_start_and_ends_the_container() {
-    let mut bench = bench().await;
-    create_hooked(&bench, &[("poststart", "echo no >&2; exit 2")]).await;
-    let error = bench.tasks.start("c", "").await.unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "OCI runtime start failed: error running poststart hook #0: exit status 2, stdout: , stderr: no"
-    );
-    assert_eq!(bench.tasks.wait("c", "").await.unwrap().status, 137);
-    bench.tasks.delete("c", "").await.unwrap();
-    assert_eq!(bench.events().await, ["create", "start", "exit", "delete"]);
-}
-
-#[tokio::test]
-async fn a_container_that_ends_while_its_start_hooks_run_exits_after_its_start() {
-    let mut bench = bench().await;
-    create_hooked(
-        &bench,
-        &[("poststart", "until [ -e go ]; do sleep 0.01; done")],
-    )
-    .await;
-    let tasks = bench.tasks.clone();
-    let start = tokio::spawn(async move { tasks.start("c", "").await });
-    bench.agent.exit("c", "", 5);
-    tokio::task::yield_now().await;
-    std::fs::write(bench.dir.path().join("go"), "").unwrap();
-    start.await.unwrap().unwrap();
-    assert_eq!(bench.tasks.wait("c", "").await.unwrap().status, 5);
-    assert_eq!(bench.events().await, ["create", "start", "exit"]);
 }
 
 #[tokio::test(start_paused = true)]
