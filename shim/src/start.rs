@@ -215,15 +215,15 @@ fn confine(daemon: Pid, options: &Options) -> Result<(), StartError> {
     Ok(())
 }
 
-/// Leaves containerd's session, process group and standard streams, adopts orphans, and takes as
-/// many descriptors as it may.
+/// Leaves containerd's session, process group and standard streams, and takes as many descriptors as
+/// it may. It adopts no orphans, as runc's shim has to: what a hook or a logging program leaves
+/// behind is for the host's init to collect.
 fn detach() -> io::Result<()> {
     setsid()?;
     let null = File::options().read(true).write(true).open("/dev/null")?;
     for stream in 0..=2 {
         nix::unistd::dup2(null.as_raw_fd(), stream)?;
     }
-    nix::sys::prctl::set_child_subreaper(true)?;
     let (_, most) = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE)?;
     nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, most, most)?;
     Ok(())

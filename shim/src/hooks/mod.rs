@@ -154,10 +154,10 @@ pub struct Hooks {
 impl Hooks {
     /// The hooks of the container `id`, whose specification is `spec`.
     pub fn of(spec: &Spec, id: &str, bundle: &Path) -> Result<Self, HookError> {
-        let lists = match spec.hooks() {
-            None => Lists::default(),
-            Some(hooks) => Lists::deserialize(hooks).map_err(HookError::Malformed)?,
+        let Some(hooks) = spec.hooks() else {
+            return Ok(Self::default());
         };
+        let lists = Lists::deserialize(hooks).map_err(HookError::Malformed)?;
         let checked = |kind, list: Option<Vec<Hook>>| -> Result<_, HookError> {
             let list = list.unwrap_or_default();
             for (number, hook) in list.iter().enumerate() {
