@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use containerd_shim_protos::api::CreateTaskRequest;
 use cube_agent_protocol::SHARE_PATH;
-use tokio::sync::{Mutex, Notify};
+use tokio::sync::{Mutex, Notify, watch};
 
 use crate::bootstrap::check_name;
 use crate::config::Config;
@@ -36,6 +36,8 @@ pub struct Sandbox {
     /// containerd has asked the shim to leave while tasks were there, and will not ask again.
     leave_when_empty: AtomicBool,
     left: Notify,
+    /// Whether everything is to end.
+    ending: watch::Sender<bool>,
 }
 
 impl Sandbox {
@@ -49,6 +51,7 @@ impl Sandbox {
             socket,
             leave_when_empty: AtomicBool::new(false),
             left: Notify::new(),
+            ending: watch::Sender::new(false),
         }
     }
 
@@ -127,11 +130,12 @@ impl Sandbox {
         );
         let guest = match (booting, &*machine) {
             (Some(mut booting), _) => {
-                let booted = match hooks.creating(booting.pid()).await {
-                    Ok(()) => booting.ready(&spec).await.map_err(TaskError::host),
-                    Err(error) => Err(create_failed(error)),
+                let boot = async {
+                    let hooked = hooks.creating(booting.pid()).await;
+                    hooked.map_err(create_failed)?;
+                    booting.ready(&spec).await.map_err(TaskError::host)
                 };
-                match booted {
+                match self.unless_ending(boot).await {
                     Ok(guest) => {
                         *machine = Some(booting.finish(guest.clone()));
                         drop(machine);
@@ -149,7 +153,8 @@ impl Sandbox {
                 let guest = running.guest.clone();
                 // Hooks may take their time, and other containers need not wait for them.
                 drop(machine);
-                hooks.creating(guest.pid).await.map_err(create_failed)?;
+                let hooked = async { hooks.creating(guest.pid).await.map_err(create_failed) };
+                self.unless_ending(hooked).await?;
                 guest
             }
             (None, None) => return Err(TaskError::Host("there is no machine".into())),
@@ -200,8 +205,24 @@ impl Sandbox {
         self.left.notify_one();
     }
 
+    /// Does work that may take long, and gives it up when everything is to end.
+    async fn unless_ending<T>(
+        &self,
+        work: impl Future<Output = Result<T, TaskError>>,
+    ) -> Result<T, TaskError> {
+        let mut ending = self.ending.subscribe();
+        tokio::select! {
+            done = work => done,
+            _ = ending.wait_for(|ending| *ending) => {
+                Err(TaskError::Host("The shim was told to end".into()))
+            }
+        }
+    }
+
     /// Ends everything: the shim was told to go.
     pub async fn end(&self) {
+        // Whoever brings up the machine lets go of it.
+        self.ending.send_replace(true);
         let _ = std::fs::remove_file(&self.socket);
         let tasks = self.tasks.forget_all();
         if let Some(machine) = self.machine.lock().await.take() {
@@ -340,4 +361,50 @@ fn rootfs_mounts(request: &CreateTaskRequest, spec: &Spec, bundle: &Path) -> Vec
             options: mount.options.clone(),
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sandbox(socket: PathBuf) -> Sandbox {
+        let (publisher, _queue) = crate::publisher::queue();
+        let tasks = Tasks::new("ns".into(), publisher, Arc::default());
+        Sandbox::new("ns".into(), "c".into(), tasks, socket)
+    }
+
+    #[tokio::test]
+    async fn a_hook_that_hangs_while_the_machine_is_brought_up_does_not_hold_up_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let sandbox = sandbox(dir.path().join("s"));
+        let hook = r#"{"hooks": {"createRuntime": [
+            {"path": "/bin/sh", "args": ["sh", "-c", "echo $$ >pid; exec sleep 1000"]}
+        ]}}"#;
+        let spec = Spec::parse(hook.as_bytes()).unwrap();
+        let hooks = Hooks::of(&spec, "c", dir.path()).unwrap();
+        let bring_up = async {
+            let _machine = sandbox.machine.lock().await;
+            let hook = async { hooks.creating(1).await.map_err(create_failed) };
+            sandbox.unless_ending(hook).await.unwrap_err().to_string()
+        };
+        let note = dir.path().join("pid");
+        let pid = || std::fs::read_to_string(&note).ok()?.trim().parse().ok();
+        let end = async {
+            while pid().is_none() {
+                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            }
+            sandbox.end().await;
+        };
+        let (error, ()) = tokio::join!(bring_up, end);
+        assert_eq!(error, "The shim was told to end");
+        // The hook is ended, or was collected already.
+        if let Ok(hook) = crate::process_id::open(pid().unwrap()) {
+            let hook = std::os::fd::AsFd::as_fd(&hook);
+            let mut fds = [nix::poll::PollFd::new(hook, nix::poll::PollFlags::POLLIN)];
+            assert_eq!(nix::poll::poll(&mut fds, 5000_u16).unwrap(), 1);
+        }
+        // What was begun after that does not begin.
+        let late = sandbox.unless_ending(std::future::pending::<Result<(), _>>());
+        assert!(late.await.is_err());
+    }
 }

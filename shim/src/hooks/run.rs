@@ -71,6 +71,8 @@ fn start(hook: &Hook, bundle: &Path) -> io::Result<Started> {
     let child = command
         .current_dir(bundle)
         .process_group(0)
+        // When the create that it belongs to is given up.
+        .kill_on_drop(true)
         .stdin(inherited(stdin_end.into_blocking_fd())?)
         .stdout(inherited(stdout_end.into_blocking_fd())?)
         .stderr(inherited(stderr_end.into_blocking_fd())?)
