@@ -151,7 +151,7 @@ pub fn adapt_process(process: &mut Process, terminal: bool) -> Result<(), SpecEr
     if process
         .apparmor_profile()
         .as_ref()
-        .is_some_and(|p| !p.is_empty())
+        .is_some_and(|p| !matches!(p.as_str(), "" | "unconfined"))
     {
         return Err(SpecError::Unsupported {
             field: "process.apparmorProfile",
@@ -531,6 +531,17 @@ mod tests {
             sysctl_path("net/ipv4/conf/eth0.1/forwarding"),
             "net/ipv4/conf/eth0.1/forwarding"
         );
+    }
+
+    #[test]
+    fn a_process_without_a_profile_needs_no_apparmor() {
+        for profile in ["", "unconfined"] {
+            let mut json = small();
+            json["process"]["apparmorProfile"] = profile.into();
+            let adapted = adapted(json).unwrap();
+            let process = adapted.spec.process().clone().unwrap();
+            assert_eq!(*process.apparmor_profile(), None);
+        }
     }
 
     #[test]

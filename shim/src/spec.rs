@@ -230,6 +230,13 @@ impl Spec {
 
     fn refuse_what_no_vm_can_do(&self) -> Result<(), SpecError> {
         let refuse = |sentence: String| Err(SpecError::Unsupported(sentence));
+        for system in ["freebsd", "solaris", "vm", "windows", "zos"] {
+            if self.get(&[system]).is_some_and(|v| !v.is_null()) {
+                return refuse(format!(
+                    "{system} is for another system: the guest is Linux"
+                ));
+            }
+        }
         if self
             .get(&["linux", "intelRdt"])
             .is_some_and(|v| !v.is_null())
@@ -523,6 +530,7 @@ mod tests {
                 json!({"hooks": {"createContainer": [{"path": "h"}]}}),
                 "hook",
             ),
+            (json!({"freebsd": {}}), "freebsd"),
             (json!({"linux": {"intelRdt": {}}}), "intelRdt"),
             (
                 json!({"process": {"apparmorProfile": "docker-default"}}),
