@@ -2,10 +2,16 @@
 
 use std::process::ExitCode;
 
+use cube_agent::helper::id_map;
+
 fn main() -> ExitCode {
     let mut arguments = std::env::args();
-    match arguments.next().as_deref() {
-        Some(cube_agent::helper::HELPER_NAME) => cube_agent::helper::child::main(arguments),
+    let name = arguments.next().unwrap_or_default();
+    if let Some(map) = id_map::file_of(&name) {
+        return id_map::main(map, arguments);
+    }
+    match name.as_str() {
+        cube_agent::helper::HELPER_NAME => cube_agent::helper::child::main(arguments),
         _ if std::process::id() == 1 => cube_agent::init::main(),
         _ => {
             eprintln!("cube-agent is the init of a microVM; it does nothing in another place");

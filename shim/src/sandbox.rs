@@ -18,7 +18,7 @@ use crate::machine::{Booting, Machine, drop_caches};
 use crate::mount::{self, Mount};
 use crate::options::Options;
 use crate::spec::Spec;
-use crate::state::{self, ROOTFS, VOLUMES};
+use crate::state::{self, ROOTFS, SHARED_MODE, VOLUMES};
 use crate::stdio::Uris;
 use crate::task_error::TaskError;
 use crate::tasks::{Deleted, NewContainer, Reservation, Tasks, create_event};
@@ -333,7 +333,7 @@ fn make_directory(
     remove: fn(&Path) -> io::Result<()>,
 ) -> Result<(), TaskError> {
     DirBuilder::new()
-        .mode(0o700)
+        .mode(SHARED_MODE)
         .create(path)
         .map_err(|e| TaskError::host(format!("Cannot make {path:?}: {e}")))?;
     let made = path.to_owned();

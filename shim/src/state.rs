@@ -35,6 +35,10 @@ pub const VOLUMES: &str = "volumes";
 /// The name of the VM's vsock socket in the sandbox's directory.
 pub const VSOCK: &str = "vsock";
 
+/// The mode of directories that the guest sees. In a container with a user namespace nobody is the host's root, so
+/// everybody may pass through them to what is the container's; on the host the sandbox's directory is in front.
+pub const SHARED_MODE: u32 = 0o711;
+
 /// Why the directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
@@ -90,7 +94,7 @@ impl StateDir {
         for name in ["shared", "shared/rootfs", "shared/volumes"] {
             let directory = path.join(name);
             DirBuilder::new()
-                .mode(0o700)
+                .mode(SHARED_MODE)
                 .create(&directory)
                 .map_err(error)?;
             undo.push(format!("remove {}", directory.display()), move || {
@@ -282,6 +286,8 @@ mod tests {
             std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
             0o700
         );
+        let shared = std::fs::metadata(path.join("shared/rootfs")).unwrap();
+        assert_eq!(shared.permissions().mode() & 0o777, SHARED_MODE);
         assert!(path.join("vsock_1024").exists());
         drop(undo);
         assert!(!root.path().join("ns").exists());

@@ -12,7 +12,7 @@ use oci_spec::runtime::{LinuxIdMapping, Mount, Spec};
 
 use super::child::{ChildError, Control};
 use super::executor::{InitExecutor, in_words};
-use super::{CreateOrder, EXEC_BASE, mount_error};
+use super::{CreateOrder, EXEC_BASE, id_map, mount_error};
 use crate::cgroup::Cgroup;
 use crate::spec::{self, Adapted};
 
@@ -69,6 +69,10 @@ fn build(
     }
     write(&order.dir.join("config.json"), &adapted.spec)?;
     write(&order.dir.join(EXEC_BASE), &adapted.base)?;
+    if has_many_ranges(&adapted.spec) {
+        id_map::provide(&order.dir)
+            .map_err(|e| ChildError::failed("cannot make newuidmap and newgidmap", e))?;
+    }
     let state = order.dir.join(STATE);
     fs::create_dir(&state).map_err(|e| ChildError::failed("cannot make a directory", e))?;
 
@@ -104,6 +108,15 @@ fn build(
         .pid()
         .map(nix::unistd::Pid::as_raw)
         .ok_or_else(|| ChildError::Failed("the container has no init".into()))
+}
+
+/// Whether libcontainer needs programs to map the user namespace's users or groups.
+fn has_many_ranges(spec: &Spec) -> bool {
+    let linux = spec.linux().as_ref();
+    let many = |mappings: Option<&Vec<LinuxIdMapping>>| mappings.is_some_and(|m| m.len() > 1);
+    linux.is_some_and(|linux| {
+        many(linux.uid_mappings().as_ref()) || many(linux.gid_mappings().as_ref())
+    })
 }
 
 /// An error as runc words it.

@@ -12,11 +12,12 @@ pub mod child;
 pub mod create;
 mod exec;
 mod executor;
+pub mod id_map;
 mod mount_error;
 pub mod parent;
 pub mod terminal;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +31,17 @@ pub enum Order {
     Create(CreateOrder),
     /// Start a process in a container from a process object.
     Exec(ExecOrder),
+}
+
+impl Order {
+    /// The helper's PATH. It is libcontainer's, which finds the programs of [`id_map`] by it; the container's
+    /// processes have the one of their specification.
+    pub fn search_path(&self) -> Option<(&'static str, &Path)> {
+        match self {
+            Self::Create(order) => Some(("PATH", &order.dir)),
+            Self::Exec(_) => None,
+        }
+    }
 }
 
 /// The particulars of a create.

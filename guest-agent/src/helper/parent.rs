@@ -68,7 +68,7 @@ impl Launcher {
         [stdin, stdout, stderr]: [OwnedFd; 3],
         init: Option<BorrowedFd<'_>>,
     ) -> Result<Helper, HelperError> {
-        let order = order_file(order, document).map_err(HelperError::Order)?;
+        let file = order_file(order, document).map_err(HelperError::Order)?;
         let (ours, theirs) = socketpair(
             AddressFamily::Unix,
             SockType::SeqPacket,
@@ -81,11 +81,12 @@ impl Launcher {
         command
             .arg0(HELPER_NAME)
             .env_clear()
+            .envs(order.search_path())
             .stdin(Stdio::from(stdin))
             .stdout(Stdio::from(stdout))
             .stderr(Stdio::from(stderr));
         // Only this thread starts processes, so nothing else inherits these meanwhile.
-        let inherited = [Some(order.as_fd()), Some(theirs.as_fd()), init];
+        let inherited = [Some(file.as_fd()), Some(theirs.as_fd()), init];
         for fd in inherited.into_iter().flatten() {
             command.arg(fd.as_raw_fd().to_string());
             set_cloexec(fd, false).map_err(HelperError::Spawn)?;

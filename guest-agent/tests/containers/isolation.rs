@@ -196,4 +196,23 @@ pub async fn user_namespace(agent: Agent) {
     let (status, out) = agent.exec_collect("u", "e", &process).await;
     assert_eq!((status, out.as_str()), (0, "33\n 0 100000 1000\nagain\n"));
     agent.end("u").await;
+
+    let mut spec = self::spec(&[
+        "sh",
+        "-c",
+        "tr -s ' ' < /proc/self/uid_map; tr -s ' ' < /proc/self/gid_map",
+    ]);
+    let namespaces = spec["linux"]["namespaces"].as_array_mut().unwrap();
+    namespaces.push(json!({"type": "user"}));
+    spec["linux"]["uidMappings"] = json!([
+        {"containerID": 0, "hostID": 0, "size": 10}, {"containerID": 10, "hostID": 1000, "size": 65_535}
+    ]);
+    spec["linux"]["gidMappings"] = json!([
+        {"containerID": 0, "hostID": 0, "size": 20}, {"containerID": 20, "hostID": 2000, "size": 65_535}
+    ]);
+    let (status, out) = agent.run("r", &spec).await;
+    assert_eq!(
+        (status, out.as_str()),
+        (0, " 0 0 10\n 10 1000 65535\n 0 0 20\n 20 2000 65535\n")
+    );
 }
