@@ -1,6 +1,6 @@
 //! What a process is and may do.
 
-use serde_json::json;
+use serde_json::{Value, json};
 use ttrpc::Code;
 
 use crate::rig::{Agent, exec_process, spec};
@@ -161,15 +161,11 @@ pub async fn seccomp(agent: Agent) {
     }
 }
 
-pub async fn user_namespace(agent: Agent) {
-    let mut spec = spec(&[
-        "sh",
-        "-c",
-        "id -u; cat /proc/self/uid_map | tr -s ' '; ls -d /sys/class/net/lo; echo > /dev/shm/x && echo made; read line",
-    ]);
-    let mappings = json!([{"containerID": 0, "hostID": 100_000, "size": 1000}]);
-    spec["linux"]["uidMappings"] = mappings.clone();
-    spec["linux"]["gidMappings"] = mappings;
+/// A container in a user namespace with these ranges of users and groups.
+fn in_user_namespace(agent: &Agent, args: &[&str], users: Value, groups: Value) -> Value {
+    let mut spec = spec(args);
+    spec["linux"]["uidMappings"] = users;
+    spec["linux"]["gidMappings"] = groups;
     spec["linux"]["namespaces"]
         .as_array_mut()
         .unwrap()
@@ -179,6 +175,17 @@ pub async fn user_namespace(agent: Agent) {
         let mounts = spec["mounts"].as_array_mut().unwrap();
         mounts.retain(|mount| mount["type"] != "mqueue");
     }
+    spec
+}
+
+pub async fn user_namespace(agent: Agent) {
+    let range = json!([{"containerID": 0, "hostID": 100_000, "size": 1000}]);
+    let args = [
+        "sh",
+        "-c",
+        "id -u; cat /proc/self/uid_map | tr -s ' '; ls -d /sys/class/net/lo; echo > /dev/shm/x && echo made; read line",
+    ];
+    let spec = in_user_namespace(&agent, &args, range.clone(), range);
     let io = agent.streams(false);
     agent.create("u", &spec, &io).await.unwrap();
     agent.start("u").await.unwrap();
@@ -197,19 +204,18 @@ pub async fn user_namespace(agent: Agent) {
     assert_eq!((status, out.as_str()), (0, "33\n 0 100000 1000\nagain\n"));
     agent.end("u").await;
 
-    let mut spec = self::spec(&[
+    let ranges = |own: u32, others: u32| {
+        json!([
+            {"containerID": 0, "hostID": 0, "size": own},
+            {"containerID": own, "hostID": others, "size": 65_535},
+        ])
+    };
+    let args = [
         "sh",
         "-c",
-        "tr -s ' ' < /proc/self/uid_map; tr -s ' ' < /proc/self/gid_map",
-    ]);
-    let namespaces = spec["linux"]["namespaces"].as_array_mut().unwrap();
-    namespaces.push(json!({"type": "user"}));
-    spec["linux"]["uidMappings"] = json!([
-        {"containerID": 0, "hostID": 0, "size": 10}, {"containerID": 10, "hostID": 1000, "size": 65_535}
-    ]);
-    spec["linux"]["gidMappings"] = json!([
-        {"containerID": 0, "hostID": 0, "size": 20}, {"containerID": 20, "hostID": 2000, "size": 65_535}
-    ]);
+        "cat /proc/self/uid_map /proc/self/gid_map | tr -s ' '",
+    ];
+    let spec = in_user_namespace(&agent, &args, ranges(10, 1000), ranges(20, 2000));
     let (status, out) = agent.run("r", &spec).await;
     assert_eq!(
         (status, out.as_str()),
