@@ -2,9 +2,11 @@
  * Writes a kernel image with nothing in it but what a loader has to read: pack VMLINUX PACKED
  *
  * The linker aligns text, read-only data and data to 2 MiB and fills the gaps with zeros, and there are zeros
- * inside data as well. The packed image loads to the same bytes at the same addresses: each run of pages of
- * zeros becomes the end of the segment before it, which is zero by the rules of ELF (memory size beyond the
- * file size). Sections and symbols are dropped; the PVH note stays. File offsets keep their place within a
+ * inside data as well. Inside of text the gaps are larger: what a process's page tables keep mapped begins and ends at
+ * 2 MiB, and a mitigation wants a function at a certain distance (arch/x86/kernel/vmlinux.lds.S); they are filled with
+ * breakpoints. The packed image loads to the same code and data at the same addresses: each run of pages of zeros, or of
+ * breakpoints, becomes the end of the segment before it, which is zero by the rules of ELF (memory size beyond the
+ * file size). What remains of a gap in a page with code stays as it is. Sections and symbols are dropped; the PVH note stays. File offsets keep their place within a
  * page, so that the image can be mapped as well as read.
  */
 #include <elf.h>
@@ -14,7 +16,7 @@
 #include <string.h>
 
 #define PAGE 4096UL
-/* A gap of fewer pages of zeros is not worth a segment of its own. */
+/* A gap of fewer pages is not worth a segment of its own. */
 #define WORTH 8UL
 #define SEGMENTS_MAX 256
 
@@ -39,9 +41,12 @@ static unsigned char *contents(const char *path, size_t *size)
 	return image;
 }
 
-static int is_zero(const unsigned char *from, size_t length)
+/* A breakpoint, with which the linker fills gaps in text. */
+#define INT3 0xcc
+
+static int is_filling(const unsigned char *from, size_t length)
 {
-	return length == 0 || (*from == 0 && !memcmp(from, from + 1, length - 1));
+	return length == 0 || ((*from == 0 || *from == INT3) && !memcmp(from, from + 1, length - 1));
 }
 
 static Elf64_Phdr segments[SEGMENTS_MAX];
@@ -61,7 +66,7 @@ static void add(const Elf64_Phdr *whole, const unsigned char *data, size_t from,
 	sources[count++] = data + from;
 }
 
-/* Cuts a segment behind each run of zero pages that is long enough. */
+/* Cuts a segment behind each run of pages of filling that is long enough. */
 static void split(const Elf64_Phdr *whole, const unsigned char *data)
 {
 	size_t start = 0, end_of_data = 0, at = 0;
@@ -70,7 +75,7 @@ static void split(const Elf64_Phdr *whole, const unsigned char *data)
 		size_t step = PAGE - (whole->p_paddr + at) % PAGE;
 		if (step > whole->p_filesz - at)
 			step = whole->p_filesz - at;
-		if (!is_zero(data + at, step)) {
+		if (!is_filling(data + at, step)) {
 			if (at - end_of_data >= WORTH * PAGE) {
 				add(whole, data, start, end_of_data - start, at - start);
 				start = at;

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::{Arc, Mutex};
+use std::thread::{Builder, JoinHandle};
 
 use cube_hypervisor_api::{ExitStatus, VmConfig};
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
@@ -29,6 +30,9 @@ use crate::vm::{self, VmError};
 const FIRST_PIN: u8 = 5;
 /// The most virtio devices: one pin each.
 const MAX_DEVICES: usize = MAX_PINS - FIRST_PIN as usize;
+
+/// The stack of the thread that creates the machine: ioctls, no more.
+const CREATOR_STACK: usize = 64 << 10;
 
 /// Why there is no machine.
 #[derive(Debug, thiserror::Error)]
@@ -76,6 +80,9 @@ pub enum BuildError {
     /// See [`VcpuError`].
     #[error(transparent)]
     Vcpu(#[from] VcpuError),
+    /// No thread.
+    #[error("Cannot start a thread: raise the host's limit of processes")]
+    Thread(#[source] io::Error),
     /// No eventfd.
     #[error("Cannot create an eventfd: raise the limit of open files")]
     EventFd(#[source] io::Error),
@@ -117,7 +124,12 @@ pub fn build(
     if config.vcpus == 0 || config.vcpus > mp_table::MAX_VCPUS {
         return Err(too_many_vcpus(config, mp_table::MAX_VCPUS.into()));
     }
+    let creating = start_creating()?;
     let memory = memory::allocate(config.memory_mib)?;
+    if config.memory_mib <= memory::SMALL_MIB {
+        memory::use_small_pages_until_first_request();
+        memory::back_top_with_huge_pages(&memory, config.memory_mib);
+    }
     let console = Arc::new(Console::new(config.console));
     let devices = Devices::open(config, &console, on_crowd)?;
     let count = devices.all.len();
@@ -134,8 +146,9 @@ pub fn build(
     mp_table::write(&memory, config.vcpus, pins(count))
         .map_err(|e| BootError::Table("the MP table", e))?;
 
-    let kvm = kvm::open()?;
-    let vm = Arc::new(vm::create(&kvm, &memory)?);
+    let (kvm, vm) = created(creating)?;
+    let vm = Arc::new(vm);
+    vm::map_memory(&vm, &memory)?;
     check_vcpus(config, &vm)?;
     let transports = connect(&vm, &memory, &devices.all)?;
     let io_apic = IoApic::new(usize::from(FIRST_PIN) + count);
@@ -145,10 +158,6 @@ pub fn build(
     let mut events = EventManager::new().map_err(BuildError::EventLoop)?;
     for device in devices.all {
         events.add_subscriber(device as Subscriber);
-    }
-    if config.memory_mib <= memory::SMALL_MIB {
-        memory::back_top_with_huge_pages(&memory, config.memory_mib);
-        memory::use_small_pages();
     }
     let vcpus = start_vcpus(config.vcpus, &kvm, &vm, entry, |index, fd| {
         let (bus, ending) = (Arc::clone(&bus), Arc::clone(ending));
@@ -161,6 +170,28 @@ pub fn build(
         devices.slots,
         devices.leftovers,
     ))
+}
+
+/// A machine without memory and vCPUs, and the KVM that it comes from.
+type Creating = JoinHandle<Result<(Kvm, VmFd), BuildError>>;
+
+/// Has KVM create the machine, which is mostly waiting, while the guest's memory is filled.
+fn start_creating() -> Result<Creating, BuildError> {
+    Builder::new()
+        .name("create".into())
+        .stack_size(CREATOR_STACK)
+        .spawn(|| {
+            let kvm = kvm::open()?;
+            let vm = vm::create(&kvm)?;
+            Ok((kvm, vm))
+        })
+        .map_err(BuildError::Thread)
+}
+
+fn created(creating: Creating) -> Result<(Kvm, VmFd), BuildError> {
+    creating
+        .join()
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// The configured command line and, for each device, where it is

@@ -11,11 +11,14 @@
 
 use std::io;
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 
+use vm_memory::bitmap::BitmapSlice;
 use vm_memory::mmap::MmapRegionError;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemory, GuestRegionCollection, GuestRegionMmap, MmapRegion,
+    VolatileSlice,
 };
 
 use crate::virtio::Memory;
@@ -138,16 +141,63 @@ fn map_aligned(size: usize) -> io::Result<*mut u8> {
     Ok(start.wrapping_add(start.align_offset(HUGE_PAGE)))
 }
 
-/// Asks for huge pages in a range of guest memory that is about to be written as a whole.
-pub fn prefer_huge_pages(memory: &Memory, start: u64, length: usize) {
-    let slices = memory.get_slices(GuestAddress(start), length);
-    for slice in slices.flatten() {
-        let first = slice.ptr_guard().as_ptr();
-        let skipped = first.align_offset(HUGE_PAGE);
-        let length = slice.len().saturating_sub(skipped);
-        let first = first.wrapping_add(skipped).cast_mut();
-        // SAFETY: The range lies within guest memory. The call is advice: where the host has no huge pages it fails, to no harm.
-        unsafe { libc::madvise(first.cast(), length, libc::MADV_HUGEPAGE) };
+/// Until [`note_request`] guest memory comes in small pages, but for what [`back_with_huge_pages`] gets. Of most huge pages
+/// a part only is touched while a small machine boots: clearing the rest is work, and memory, that nobody uses. And Debian's
+/// kernels clear a huge page twice (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`).
+pub fn use_small_pages_until_first_request() {
+    SMALL_PAGES.store(true, Ordering::Relaxed);
+    set_huge_pages_disabled(true);
+}
+
+/// The guest has asked a device for something, not merely given it buffers to fill: its kernel is up. From here on guest
+/// memory comes in pages as the host's administrator has chosen.
+pub fn note_request() {
+    static FIRST: Once = Once::new();
+    FIRST.call_once(|| {
+        if SMALL_PAGES.load(Ordering::Relaxed) {
+            set_huge_pages_disabled(false);
+        }
+    });
+}
+
+/// Whether memory comes in small pages until the first request.
+static SMALL_PAGES: AtomicBool = AtomicBool::new(false);
+
+fn set_huge_pages_disabled(disabled: bool) {
+    // SAFETY: The call takes integers only. Where the kernel has no huge pages it fails, to no harm.
+    unsafe {
+        libc::prctl(
+            libc::PR_SET_THP_DISABLE,
+            libc::c_ulong::from(disabled),
+            0,
+            0,
+            0,
+        )
+    };
+}
+
+/// Gets those huge pages of guest memory that lie wholly within a range, before anything is written there. Before the guest
+/// runs, that is: then nobody else gets pages meanwhile.
+pub fn back_with_huge_pages(range: &VolatileSlice<'_, impl BitmapSlice>) {
+    let guard = range.ptr_guard_mut();
+    let skipped = guard.as_ptr().align_offset(HUGE_PAGE);
+    let length = range.len().saturating_sub(skipped) & !(HUGE_PAGE - 1);
+    if length == 0 {
+        return;
+    }
+    let small = SMALL_PAGES.load(Ordering::Relaxed);
+    if small {
+        set_huge_pages_disabled(false);
+    }
+    let first = guard.as_ptr().wrapping_add(skipped);
+    // SAFETY: The range lies within guest memory. The call is advice: where the host has no huge pages it fails, to no harm.
+    unsafe { libc::madvise(first.cast(), length, libc::MADV_HUGEPAGE) };
+    for page in (skipped..skipped + length).step_by(HUGE_PAGE) {
+        // It cannot fail: the byte lies within the range.
+        let _ = range.write_obj(0u8, page);
+    }
+    if small {
+        set_huge_pages_disabled(true);
     }
 }
 
@@ -158,27 +208,12 @@ pub fn back_top_with_huge_pages(memory: &Memory, mib: u64) {
     let length = ((mib / 64 + 4) << 20).min(mib << 20);
     // What lies beyond the gap is only the top of a machine that is not small.
     let start = (mib << 20).min(GAP_START).saturating_sub(length) & !(HUGE_PAGE as u64 - 1);
-    prefer_huge_pages(memory, start, length as usize);
-    for page in (start..start + length).step_by(HUGE_PAGE) {
-        // Outside of memory when it ends amid a huge page: there is nothing to get then.
-        let _ = memory.write_obj(0u8, GuestAddress(page));
+    for slice in memory
+        .get_slices(GuestAddress(start), length as usize)
+        .flatten()
+    {
+        back_with_huge_pages(&slice);
     }
-}
-
-/// From here on guest memory comes in small pages. While it boots, the kernel of a small machine touches a
-/// part of each huge page only: clearing the rest is work, and memory, that nobody uses.
-pub fn use_small_pages() {
-    set_huge_pages_disabled(1);
-}
-
-/// From here on guest memory comes in pages as the host's administrator has chosen.
-pub fn use_pages_of_hosts_choice() {
-    set_huge_pages_disabled(0);
-}
-
-fn set_huge_pages_disabled(disabled: libc::c_ulong) {
-    // SAFETY: The call takes integers only. Where the kernel has no huge pages it fails, to no harm.
-    unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, disabled, 0, 0, 0) };
 }
 
 #[cfg(test)]

@@ -20,7 +20,8 @@ struct Machine {
 
 fn machine() -> Machine {
     let kvm = kvm::open().unwrap();
-    let vm = vm::create(&kvm, &memory::allocate(2).unwrap()).unwrap();
+    let vm = vm::create(&kvm).unwrap();
+    vm::map_memory(&vm, &memory::allocate(2).unwrap()).unwrap();
     let vcpu = vm.create_vcpu(0).unwrap();
     Machine {
         layout: StateLayout::new(&kvm, &vm).unwrap(),

@@ -13,6 +13,8 @@ use vm_memory::{
     FileOffset, MmapRegion, ReadVolatile, VolatileMemory, VolatileMemoryError, VolatileSlice,
 };
 
+use crate::memory::back_with_huge_pages;
+
 /// A file that is read from guest memory's side. Whoever truncates it meanwhile ends the process (SIGBUS).
 pub struct Image {
     map: MmapRegion,
@@ -27,7 +29,7 @@ impl Image {
             Some(FileOffset::new(file, 0)),
             size,
             libc::PROT_READ,
-            libc::MAP_PRIVATE | libc::MAP_POPULATE,
+            libc::MAP_PRIVATE,
         )?;
         Ok(Self {
             map,
@@ -78,6 +80,7 @@ impl ReadVolatile for Image {
         &mut self,
         buffer: &mut VolatileSlice<'_, B>,
     ) -> Result<usize, VolatileMemoryError> {
+        back_with_huge_pages(buffer);
         let slice = self.take(buffer.len())?;
         let length = slice.len();
         let (from, to) = (slice.ptr_guard(), buffer.ptr_guard_mut());

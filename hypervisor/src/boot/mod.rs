@@ -21,8 +21,7 @@ use vm_memory::{
 };
 
 use crate::memory::{
-    CMDLINE, CMDLINE_MAX, HIGH_MEMORY, MEMORY_MAP, MP_TABLE, START_INFO, prefer_huge_pages,
-    ram_ranges,
+    CMDLINE, CMDLINE_MAX, HIGH_MEMORY, MEMORY_MAP, MP_TABLE, START_INFO, ram_ranges,
 };
 use crate::virtio::Memory;
 
@@ -33,8 +32,6 @@ const MEMMAP_RAM: u32 = 1;
 /// `XEN_HVM_MEMMAP_TYPE_RESERVED`.
 const MEMMAP_RESERVED: u32 = 2;
 const PAGE: u64 = 4096;
-/// Where kernels usually lie (Linux, `CONFIG_PHYSICAL_START`).
-const KERNEL: u64 = 16 << 20;
 
 /// Why the guest cannot be loaded. All of these are the configuration's fault.
 #[derive(Debug, thiserror::Error)]
@@ -168,8 +165,7 @@ pub fn load(
 /// Copies the kernel's segments to their physical addresses. Returns the PVH entry point and the
 /// end of the last segment.
 fn load_kernel(memory: &Memory, path: &Path) -> Result<(Entry, u64), BootError> {
-    let (mut image, size) = open("kernel", path)?;
-    prefer_huge_pages(memory, KERNEL, size as usize);
+    let (mut image, _) = open("kernel", path)?;
     let loaded = Elf::load(memory, None, &mut image, None).map_err(|e| match e {
         LoaderError::Elf(
             elf::Error::InvalidElfMagicNumber

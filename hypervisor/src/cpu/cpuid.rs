@@ -1,4 +1,4 @@
-//! What CPUID tells the guest: all that KVM supports here, with the machine's own topology.
+//! What CPUID tells the guest: all that KVM supports here but performance counters, with the machine's own topology.
 //!
 //! The topology is one package of as many cores as there are vCPUs, one thread each; a vCPU's APIC
 //! identifier is its index.
@@ -14,6 +14,15 @@ const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 /// Leaf 1, EDX: the count of logical processors in EBX holds.
 const HTT: u32 = 1 << 28;
+
+/// What tells of performance counters, which the guest does not have: Intel's leaf 0xa and capabilities register; AMD's
+/// counters of the core, of the northbridge and of the third-level cache, and the second version of all of them.
+const INTEL_COUNTERS: u32 = 0xa;
+const AMD_COUNTERS: u32 = 0x8000_0022;
+/// Leaf 1, ECX.
+const PERFORMANCE_CAPABILITIES: u32 = 1 << 15;
+/// Leaf 0x8000_0001, ECX.
+const AMD_COUNTER_EXTENSIONS: u32 = 1 << 23 | 1 << 24 | 1 << 28;
 
 /// Levels of leaf 0xb, ECX[15:8].
 const LEVEL_THREAD: u32 = 1;
@@ -65,6 +74,7 @@ fn shape(supported: &[kvm_cpuid_entry2], vcpus: u8) -> Result<CpuId, CpuidError>
             continue;
         }
         let mut entry = *entry;
+        leave_counters_out(&mut entry);
         set_topology(&mut entry, u32::from(vcpus));
         entries.push(entry);
     }
@@ -83,6 +93,17 @@ fn shape(supported: &[kvm_cpuid_entry2], vcpus: u8) -> Result<CpuId, CpuidError>
         entries.push(level(2, 0, 0, 0));
     }
     CpuId::from_entries(&entries).map_err(|_| CpuidError::TooMany)
+}
+
+fn leave_counters_out(entry: &mut kvm_cpuid_entry2) {
+    match entry.function {
+        1 => entry.ecx &= !PERFORMANCE_CAPABILITIES,
+        0x8000_0001 => entry.ecx &= !AMD_COUNTER_EXTENSIONS,
+        INTEL_COUNTERS | AMD_COUNTERS => {
+            (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
+        }
+        _ => {}
+    }
 }
 
 fn set_topology(entry: &mut kvm_cpuid_entry2, vcpus: u32) {
@@ -181,6 +202,27 @@ mod tests {
         assert_eq!(find(cpuid, 1, 0).ecx, TSC_DEADLINE | HYPERVISOR);
         assert_eq!(find(cpuid, 1, 0).edx & HTT, 0);
         assert_eq!(find(cpuid, 0x4000_0001, 0).eax, 0x1234);
+    }
+
+    #[test]
+    fn no_leaf_tells_of_performance_counters() {
+        for function in [1, INTEL_COUNTERS, 0x8000_0001, AMD_COUNTERS] {
+            let everything = kvm_cpuid_entry2 {
+                function,
+                eax: u32::MAX,
+                ebx: u32::MAX,
+                ecx: u32::MAX,
+                edx: u32::MAX,
+                ..Default::default()
+            };
+            let cpuid = shape(&[everything], 1).unwrap();
+            let left = find(&cpuid, function, 0);
+            match function {
+                1 => assert_eq!(left.ecx, !PERFORMANCE_CAPABILITIES),
+                0x8000_0001 => assert_eq!(left.ecx, !AMD_COUNTER_EXTENSIONS),
+                _ => assert_eq!([left.eax, left.ebx, left.ecx, left.edx], [0; 4]),
+            }
+        }
     }
 
     #[test]

@@ -17,7 +17,6 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueState, QueueT};
 
 use super::{ActivateError, Activation, Interrupt, Memory, VirtioDevice};
-use crate::memory::use_pages_of_hosts_choice;
 pub use state::{MmioState, RestoreError};
 
 /// The size of a device's register window, its configuration space included, in bytes.
@@ -217,8 +216,6 @@ impl MmioTransport {
     }
 
     fn activate(&mut self) {
-        // A kernel that finds its devices has set its memory up.
-        use_pages_of_hosts_choice();
         let activation = self.activation();
         let mut device = lock(&self.device);
         if let Err(e) = activation.and_then(|activation| device.activate(activation)) {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use virtio_queue::DescriptorChain;
 
 use super::{MAX_SEGMENTS, Memory, QueueError, Segments};
+use crate::memory;
 
 /// The buffers of one chain: addresses in this process, for `readv` and friends. Reused from
 /// request to request.
@@ -72,6 +73,9 @@ impl Buffers {
                 .push(descriptor.addr(), descriptor.len() as usize)
                 .map_err(|_| QueueError::OutsideMemory(index))?;
             whole = !descriptor.has_next();
+        }
+        if !self.readable.is_empty() {
+            memory::note_request();
         }
         match whole {
             true => Ok(()),
