@@ -125,26 +125,13 @@ pub fn build(
         return Err(too_many_vcpus(config, mp_table::MAX_VCPUS.into()));
     }
     let creating = start_creating()?;
-    let memory = memory::allocate(config.memory_mib)?;
-    if config.memory_mib <= memory::SMALL_MIB {
-        memory::use_small_pages_until_first_request();
-        memory::back_top_with_huge_pages(&memory, config.memory_mib);
-    }
     let console = Arc::new(Console::new(config.console));
     let devices = Devices::open(config, &console, on_crowd)?;
     let count = devices.all.len();
     if count > MAX_DEVICES {
         return Err(BuildError::Devices(count));
     }
-    let cmdline = cmdline(config, count);
-    let entry = boot::load(
-        &memory,
-        &config.kernel,
-        config.initramfs.as_deref(),
-        &cmdline,
-    )?;
-    mp_table::write(&memory, config.vcpus, pins(count))
-        .map_err(|e| BootError::Table("the MP table", e))?;
+    let (memory, entry) = load_guest(config, count)?;
 
     let (kvm, vm) = created(creating)?;
     let vm = Arc::new(vm);
@@ -192,6 +179,21 @@ fn created(creating: Creating) -> Result<(Kvm, VmFd), BuildError> {
     creating
         .join()
         .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// The guest's memory, with all that boot hands over in it. Pages that are got first are written to: nothing may lie there yet.
+fn load_guest(config: &VmConfig, devices: usize) -> Result<(Memory, Entry), BuildError> {
+    let memory = memory::allocate(config.memory_mib)?;
+    if config.memory_mib <= memory::SMALL_MIB {
+        memory::use_small_pages_until_first_request();
+        memory::back_top_with_huge_pages(&memory, config.memory_mib);
+    }
+    let cmdline = cmdline(config, devices);
+    let initramfs = config.initramfs.as_deref();
+    let entry = boot::load(&memory, &config.kernel, initramfs, &cmdline)?;
+    mp_table::write(&memory, config.vcpus, pins(devices))
+        .map_err(|e| BootError::Table("the MP table", e))?;
+    Ok((memory, entry))
 }
 
 /// The configured command line and, for each device, where it is
@@ -286,4 +288,47 @@ fn start_vcpus(
         .zip(fds)
         .map(|(index, fd)| start(index, fd).map_err(Into::into))
         .collect()
+}
+
+#[cfg(test)]
+#[path = "../tests/common/tiny_kernel.rs"]
+#[allow(dead_code, reason = "the tests with a guest use the rest")]
+mod tiny_kernel;
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+
+    /// Bytes of which none is zero, and none is like its neighbours.
+    fn pattern(length: usize) -> Vec<u8> {
+        (0..length).map(|i| (i % 251) as u8 + 1).collect()
+    }
+
+    #[test]
+    fn kernel_and_initramfs_are_in_memory_byte_for_byte_in_machines_of_all_sizes() {
+        let dir = tempfile::tempdir().unwrap();
+        let (kernel, initramfs) = (dir.path().join("kernel"), dir.path().join("initramfs"));
+        // Larger than what comes in huge pages at once, and ending amid one.
+        let code = pattern((9 << 20) + 1234);
+        let archive = pattern((7 << 20) + 4321);
+        std::fs::write(&kernel, tiny_kernel::kernel(&code, true)).unwrap();
+        std::fs::write(&initramfs, &archive).unwrap();
+        for mib in [20, 63, 256, 512, 513, 2048] {
+            let config = json!({"kernel": kernel, "initramfs": initramfs, "memory_mib": mib});
+            let config = serde_json::from_value(config).unwrap();
+            let (memory, entry) = load_guest(&config, 3).unwrap();
+            let mut found = vec![0; code.len()];
+            memory
+                .read_slice(&mut found, GuestAddress(entry.address))
+                .unwrap();
+            assert!(found == code, "the kernel of a machine of {mib} MiB");
+            let mut found = vec![0; archive.len()];
+            let start = ((mib << 20) - archive.len() as u64) & !0xfff;
+            memory.read_slice(&mut found, GuestAddress(start)).unwrap();
+            assert!(found == archive, "the initramfs of a machine of {mib} MiB");
+        }
+    }
 }
