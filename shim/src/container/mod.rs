@@ -137,8 +137,10 @@ impl Container {
         let init_has_ended = self.init_has_ended();
         let paused = self.init.phase == Phase::Paused;
         let process = self.process_mut(exec)?;
-        if process.phase != Phase::Created || process.starting || process.deleting {
-            let what = if process.phase == Phase::Stopped {
+        // An init that has ended, but for an exec that outlives it, still counts as what it was.
+        let ended = exec.is_empty() && init_has_ended;
+        if process.phase != Phase::Created || process.starting || process.deleting || ended {
+            let what = if process.phase == Phase::Stopped || ended {
                 "stopped"
             } else {
                 "running"

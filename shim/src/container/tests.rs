@@ -81,6 +81,26 @@ fn an_exit_that_overtakes_the_start_is_published_after_it() {
 }
 
 #[test]
+fn an_init_that_ended_while_its_start_failed_does_not_start_again() {
+    let (mut container, mut queue) = container();
+    container.begin_start("").unwrap();
+    container.exited("", exit(3));
+    add(&mut container, "e").unwrap();
+    start(&mut container, "e");
+    container.fail_start("");
+    // Its end waits for that of the exec.
+    assert_eq!(
+        container.begin_start("").map(drop).unwrap_err().code(),
+        ttrpc::Code::FAILED_PRECONDITION
+    );
+    container.exited("e", exit(0));
+    assert_eq!(
+        names(&queue.drain()),
+        ["added e", "started e", "exit e 0", "exit c 3"]
+    );
+}
+
+#[test]
 fn a_failed_exec_wakes_its_waiters_without_an_event() {
     let (mut container, mut queue) = container();
     start(&mut container, "");
