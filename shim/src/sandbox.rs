@@ -387,18 +387,19 @@ mod tests {
             let hook = async { hooks.creating(1).await.map_err(create_failed) };
             sandbox.unless_ending(hook).await.unwrap_err().to_string()
         };
+        // The hook opens it when it runs, and writes its process id.
         let note = dir.path().join("pid");
-        let pid = || std::fs::read_to_string(&note).ok()?.trim().parse().ok();
+        nix::unistd::mkfifo(&note, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let end = async {
-            while pid().is_none() {
-                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
-            }
+            let told = tokio::task::spawn_blocking(move || std::fs::read_to_string(note));
+            let pid: u32 = told.await.unwrap().unwrap().trim().parse().unwrap();
             sandbox.end().await;
+            pid
         };
-        let (error, ()) = tokio::join!(bring_up, end);
+        let (error, pid) = tokio::join!(bring_up, end);
         assert_eq!(error, "The shim was told to end");
         // The hook is ended, or was collected already.
-        if let Ok(hook) = crate::process_id::open(pid().unwrap()) {
+        if let Ok(hook) = crate::process_id::open(pid) {
             let hook = std::os::fd::AsFd::as_fd(&hook);
             let mut fds = [nix::poll::PollFd::new(hook, nix::poll::PollFlags::POLLIN)];
             assert_eq!(nix::poll::poll(&mut fds, 5000_u16).unwrap(), 1);
