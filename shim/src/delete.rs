@@ -15,6 +15,7 @@ use crate::bootstrap::{BootstrapError, check_name};
 use crate::container::Exit;
 use crate::flags::Flags;
 use crate::hooks::Hooks;
+use crate::logger;
 use crate::mount::unmount;
 use crate::publisher::timestamp;
 use crate::spec::Spec;
@@ -41,6 +42,7 @@ pub enum DeleteError {
 pub fn delete(flags: &Flags) -> Result<(), DeleteError> {
     check_name("id", &flags.id)?;
     check_name("namespace", &flags.namespace)?;
+    logger::to_stderr(&flags.namespace, &flags.id, flags.debug);
     let bundle = flags
         .bundle
         .clone()

@@ -6,6 +6,7 @@
 use std::io::{self, Write};
 
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
+use cube_agent_protocol::MOUNT_FLAGS;
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 use serde_json::{Value, json};
@@ -18,62 +19,6 @@ const NAME: &str = "io.containerd.cube.v1";
 
 /// The type of the runtime-spec's features object in containerd's typeurl notation.
 const FEATURES: &str = "types.containerd.io/opencontainers/runtime-spec/1/features/Features";
-
-/// The options for mounts in the guest that are flags there, and not handed to the file system. Binds of the
-/// host know fewer kinds of propagation.
-const MOUNT_OPTIONS: [&str; 51] = [
-    "async",
-    "atime",
-    "bind",
-    "defaults",
-    "dev",
-    "diratime",
-    "dirsync",
-    "exec",
-    "mand",
-    "noatime",
-    "nodev",
-    "nodiratime",
-    "noexec",
-    "nomand",
-    "norelatime",
-    "nostrictatime",
-    "nosuid",
-    "private",
-    "ratime",
-    "rbind",
-    "rdev",
-    "rdiratime",
-    "relatime",
-    "remount",
-    "rexec",
-    "rnoatime",
-    "rnodev",
-    "rnodiratime",
-    "rnoexec",
-    "rnorelatime",
-    "rnostrictatime",
-    "rnosuid",
-    "rnosymfollow",
-    "ro",
-    "rprivate",
-    "rrelatime",
-    "rro",
-    "rrw",
-    "rshared",
-    "rslave",
-    "rstrictatime",
-    "rsuid",
-    "rsymfollow",
-    "runbindable",
-    "rw",
-    "shared",
-    "slave",
-    "strictatime",
-    "suid",
-    "sync",
-    "unbindable",
-];
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
@@ -135,7 +80,7 @@ fn features() -> Value {
         "hooks": [
             "prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop"
         ],
-        "mountOptions": &MOUNT_OPTIONS[..],
+        "mountOptions": &MOUNT_FLAGS[..],
         "linux": {
             "namespaces": ["cgroup", "ipc", "mount", "network", "pid", "user", "uts"],
             "cgroup": {"v1": false, "v2": true, "systemd": false, "systemdUser": false, "rdma": false},

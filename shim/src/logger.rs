@@ -1,9 +1,11 @@
 //! Log lines for containerd: it copies what comes out of the FIFO `log` in the bundle to its own
-//! log, so they have the form of its own lines (logrus' text format).
+//! log, so they have the form of its own lines (logrus' text format). `delete` has no such reader any
+//! more; of it containerd logs what it writes to its standard error.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
-use std::io::Write as _;
+use std::io::{self, Write as _};
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -11,19 +13,13 @@ use std::time::{Duration, SystemTime};
 use log::{LevelFilter, Log, Metadata, Record};
 
 struct Logger {
-    fifo: Option<File>,
+    out: Option<File>,
     namespace: String,
     sandbox: String,
 }
 
 /// Sends the log of this process to the FIFO `log` in `bundle`; without one, nowhere.
-pub fn init(bundle: &Path, namespace: &str, sandbox: &str, debug: bool) {
-    // Until the sandbox's settings are known.
-    let level = if debug {
-        LevelFilter::Debug
-    } else {
-        LevelFilter::Warn
-    };
+pub fn to_containerd(bundle: &Path, namespace: &str, sandbox: &str, debug: bool) {
     // Opened for reading, too: so that it opens without waiting for a reader, and that writing to
     // it is no error while containerd restarts.
     let fifo = OpenOptions::new()
@@ -32,8 +28,24 @@ pub fn init(bundle: &Path, namespace: &str, sandbox: &str, debug: bool) {
         .custom_flags(libc::O_NONBLOCK)
         .open(bundle.join("log"))
         .ok();
+    init(fifo, namespace, sandbox, debug);
+}
+
+/// Sends the log of this process to its standard error.
+pub fn to_stderr(namespace: &str, sandbox: &str, debug: bool) {
+    let stderr = io::stderr().as_fd().try_clone_to_owned();
+    init(stderr.ok().map(File::from), namespace, sandbox, debug);
+}
+
+fn init(out: Option<File>, namespace: &str, sandbox: &str, debug: bool) {
+    // Until the sandbox's settings are known.
+    let level = if debug {
+        LevelFilter::Debug
+    } else {
+        LevelFilter::Warn
+    };
     let logger = Box::new(Logger {
-        fifo,
+        out,
         namespace: namespace.to_owned(),
         sandbox: sandbox.to_owned(),
     });
@@ -48,8 +60,8 @@ impl Log for Logger {
     }
 
     fn log(&self, record: &Record<'_>) {
-        let Some(mut fifo) = self
-            .fifo
+        let Some(mut out) = self
+            .out
             .as_ref()
             .filter(|_| self.enabled(record.metadata()))
         else {
@@ -64,7 +76,7 @@ impl Log for Logger {
         );
         // One write a line: no more than PIPE_BUF bytes are never mixed with others'. A FIFO that
         // is full because nobody reads it loses lines: a log must not stop a sandbox.
-        let _ = fifo.write(line.as_bytes());
+        let _ = out.write(line.as_bytes());
     }
 
     fn flush(&self) {}

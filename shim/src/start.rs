@@ -156,7 +156,7 @@ fn daemonize(
             if File::from(gate).read(&mut go).is_ok_and(|n| n == 0) {
                 return Ok(Some(ExitCode::FAILURE));
             }
-            logger::init(bundle, &daemon.namespace, &daemon.sandbox, debug);
+            logger::to_containerd(bundle, &daemon.namespace, &daemon.sandbox, debug);
             match detach().and_then(|()| daemon.run()) {
                 Ok(()) => Ok(Some(ExitCode::SUCCESS)),
                 Err(e) => {

@@ -21,6 +21,62 @@ pub const SHARE_PATH: &str = "/run/cube/shared";
 /// `info`, `debug`, `trace`; default `warn`). The agent logs to the console.
 pub const LOG_LEVEL_KEY: &str = "cube.log";
 
+/// The options of mounts in the guest that are flags there, and not handed to the file system: those that
+/// libcontainer knows. Binds of the host know fewer kinds of propagation.
+pub const MOUNT_FLAGS: [&str; 51] = [
+    "async",
+    "atime",
+    "bind",
+    "defaults",
+    "dev",
+    "diratime",
+    "dirsync",
+    "exec",
+    "mand",
+    "noatime",
+    "nodev",
+    "nodiratime",
+    "noexec",
+    "nomand",
+    "norelatime",
+    "nostrictatime",
+    "nosuid",
+    "private",
+    "ratime",
+    "rbind",
+    "rdev",
+    "rdiratime",
+    "relatime",
+    "remount",
+    "rexec",
+    "rnoatime",
+    "rnodev",
+    "rnodiratime",
+    "rnoexec",
+    "rnorelatime",
+    "rnostrictatime",
+    "rnosuid",
+    "rnosymfollow",
+    "ro",
+    "rprivate",
+    "rrelatime",
+    "rro",
+    "rrw",
+    "rshared",
+    "rslave",
+    "rstrictatime",
+    "rsuid",
+    "rsymfollow",
+    "runbindable",
+    "rw",
+    "shared",
+    "slave",
+    "strictatime",
+    "suid",
+    "sync",
+    "unbindable",
+];
+
 #[allow(clippy::all, clippy::restriction, missing_docs, unused)]
 mod generated {
     include!(concat!(env!("OUT_DIR"), "/protocol.rs"));

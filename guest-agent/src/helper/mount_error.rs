@@ -6,56 +6,12 @@
 use std::io;
 use std::path::Path;
 
+use cube_agent_protocol::MOUNT_FLAGS;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use oci_spec::runtime::Mount;
 
 use super::executor::in_words;
-
-/// Options that are not the file system's but mount(2)'s, or the runtime's.
-const GENERIC: [&str; 41] = [
-    "async",
-    "atime",
-    "bind",
-    "defaults",
-    "dev",
-    "diratime",
-    "dirsync",
-    "exec",
-    "iversion",
-    "loud",
-    "mand",
-    "noatime",
-    "nodev",
-    "nodiratime",
-    "noexec",
-    "noiversion",
-    "nomand",
-    "norelatime",
-    "nostrictatime",
-    "nosuid",
-    "nosymfollow",
-    "private",
-    "rbind",
-    "relatime",
-    "remount",
-    "ro",
-    "rprivate",
-    "rro",
-    "rshared",
-    "rslave",
-    "runbindable",
-    "rw",
-    "shared",
-    "silent",
-    "slave",
-    "strictatime",
-    "suid",
-    "symfollow",
-    "sync",
-    "tmpcopyup",
-    "unbindable",
-];
 
 /// If `log` is libcontainer's line about one of the mounts: the words of runc for it, with the
 /// kernel's reason. `target` is a directory to try the mount on.
@@ -89,7 +45,7 @@ fn try_again(failed: &Mount, target: &Path) -> io::Result<()> {
     let data: Vec<&str> = options
         .iter()
         .map(String::as_str)
-        .filter(|option| !GENERIC.contains(option))
+        .filter(|option| !MOUNT_FLAGS.contains(option))
         .collect();
     let bind = options
         .iter()
@@ -112,7 +68,25 @@ fn try_again(failed: &Mount, target: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::str::FromStr;
+
+    use libcontainer::syscall::linux::{MountOption, MountRecursive};
+
     use super::*;
+
+    #[test]
+    fn the_options_that_are_flags_are_those_that_libcontainer_takes_for_flags() {
+        for option in MOUNT_FLAGS {
+            let known =
+                MountOption::from_str(option).is_ok() || MountRecursive::from_str(option).is_ok();
+            assert!(known, "{option}");
+        }
+        for option in ["iversion", "silent", "size=1m", "idmap"] {
+            assert!(!MOUNT_FLAGS.contains(&option), "{option}");
+            assert!(MountOption::from_str(option).is_err(), "{option}");
+            assert!(MountRecursive::from_str(option).is_err(), "{option}");
+        }
+    }
 
     #[test]
     fn only_a_line_about_a_mount_is_explained() {
