@@ -1,0 +1,47 @@
+//! The tests' containerd, to be killed and started again.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cube_tests::*;
+
+/// The containerd that tests/containerd/start has started.
+pub struct Containerd(PathBuf);
+
+impl Containerd {
+    /// The one that the tests use.
+    pub fn of_the_tests() -> Self {
+        let socket = PathBuf::from(setting("CUBE_TEST_ADDRESS"));
+        Self(socket.parent().unwrap().to_owned())
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        let pid = fs::read_to_string(self.0.join("pid")).unwrap();
+        pid.trim().parse().unwrap()
+    }
+
+    /// Starts it again, with what it had and where it was.
+    pub fn start_again(&self) {
+        let start = Path::new(env!("CARGO_MANIFEST_DIR")).join("containerd/start");
+        let ended = Command::new(start)
+            .arg("--again")
+            .arg(&self.0)
+            .output()
+            .unwrap();
+        Ended::from(ended).success();
+    }
+
+    /// What it and its shims said of these containers last.
+    pub fn log_about(&self, ids: &[String]) -> String {
+        const LINES: usize = 60;
+        let log = fs::read(self.0.join("log")).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log);
+        let lines: Vec<_> = log
+            .lines()
+            .filter(|line| ids.iter().any(|id| line.contains(id.as_str())))
+            .collect();
+        lines[lines.len().saturating_sub(LINES)..].join("\n")
+    }
+}
