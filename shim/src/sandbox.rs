@@ -21,7 +21,7 @@ use crate::spec::Spec;
 use crate::state::{self, ROOTFS, SHARED_MODE, VOLUMES};
 use crate::stdio::Uris;
 use crate::task_error::TaskError;
-use crate::tasks::{Deleted, NewContainer, Reservation, Tasks, create_event};
+use crate::tasks::{Deleted, NewContainer, Reservation, Tasks, create_event, given_up};
 use crate::undo::Undo;
 
 /// The sandbox of this shim.
@@ -122,6 +122,7 @@ impl Sandbox {
             (None, Some(booting)) => booting.state().shared(),
             (None, None) => return Err(TaskError::Host("there is no machine".into())),
         };
+        let unwanted = reservation.unwanted();
         // While the guest boots.
         let new = prepare(reservation, &request, &spec, &hooks, &shared)?;
         log::debug!(
@@ -135,7 +136,7 @@ impl Sandbox {
                     hooked.map_err(create_failed)?;
                     booting.ready(&spec).await.map_err(TaskError::host)
                 };
-                match self.unless_ending(boot).await {
+                match self.unless_ending(unwanted, boot).await {
                     Ok(guest) => {
                         *machine = Some(booting.finish(guest.clone()));
                         drop(machine);
@@ -154,7 +155,7 @@ impl Sandbox {
                 // Hooks may take their time, and other containers need not wait for them.
                 drop(machine);
                 let hooked = async { hooks.creating(guest.pid).await.map_err(create_failed) };
-                self.unless_ending(hooked).await?;
+                self.unless_ending(unwanted, hooked).await?;
                 guest
             }
             (None, None) => return Err(TaskError::Host("there is no machine".into())),
@@ -205,9 +206,10 @@ impl Sandbox {
         self.left.notify_one();
     }
 
-    /// Does work that may take long, and gives it up when everything is to end.
+    /// Does work that may take long, and gives it up when everything is to end, or this container is not wanted any more.
     async fn unless_ending<T>(
         &self,
+        mut unwanted: watch::Receiver<bool>,
         work: impl Future<Output = Result<T, TaskError>>,
     ) -> Result<T, TaskError> {
         let mut ending = self.ending.subscribe();
@@ -216,6 +218,7 @@ impl Sandbox {
             _ = ending.wait_for(|ending| *ending) => {
                 Err(TaskError::Host("The shim was told to end".into()))
             }
+            Ok(_) = unwanted.wait_for(|unwanted| *unwanted) => Err(given_up()),
         }
     }
 
@@ -373,6 +376,11 @@ mod tests {
         Sandbox::new("ns".into(), "c".into(), tasks, socket)
     }
 
+    /// Nobody will ever say that it is not.
+    fn wanted() -> watch::Receiver<bool> {
+        watch::channel(false).1
+    }
+
     #[tokio::test]
     async fn a_hook_that_hangs_while_the_machine_is_brought_up_does_not_hold_up_the_end() {
         let dir = tempfile::tempdir().unwrap();
@@ -385,7 +393,11 @@ mod tests {
         let bring_up = async {
             let _machine = sandbox.machine.lock().await;
             let hook = async { hooks.creating(1).await.map_err(create_failed) };
-            sandbox.unless_ending(hook).await.unwrap_err().to_string()
+            sandbox
+                .unless_ending(wanted(), hook)
+                .await
+                .unwrap_err()
+                .to_string()
         };
         // The hook opens it when it runs, and writes its process id.
         let note = dir.path().join("pid");
@@ -405,7 +417,25 @@ mod tests {
             assert_eq!(nix::poll::poll(&mut fds, 5000_u16).unwrap(), 1);
         }
         // What was begun after that does not begin.
-        let late = sandbox.unless_ending(std::future::pending::<Result<(), _>>());
+        let late = sandbox.unless_ending(wanted(), std::future::pending::<Result<(), _>>());
         assert!(late.await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_boot_is_given_up_when_its_container_is_deleted() {
+        let dir = tempfile::tempdir().unwrap();
+        let sandbox = sandbox(dir.path().join("s"));
+        let reservation = sandbox.tasks.reserve("c").unwrap();
+        let boot = async {
+            let unwanted = reservation.unwanted();
+            let never = std::future::pending::<Result<(), _>>();
+            let given_up = sandbox.unless_ending(unwanted, never).await;
+            drop(reservation);
+            given_up
+        };
+        let (given_up, deleted) = tokio::join!(boot, sandbox.delete("c", ""));
+        given_up.unwrap_err();
+        assert_eq!(deleted.unwrap_err().code(), ttrpc::Code::NOT_FOUND);
+        assert!(sandbox.tasks.is_empty());
     }
 }

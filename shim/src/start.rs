@@ -70,6 +70,8 @@ pub fn start(flags: &Flags) -> Result<ExitCode, StartError> {
     // containerd 1.6 and 1.7 look here when they are started again.
     std::fs::write(bundle.join("address"), &address)
         .map_err(|e| StartError::Host("write the file address in the bundle", e))?;
+    let answer = params.answer(&address)?;
+    let mut gate = None;
     if let Bound::Here(listener) = socket::bind_or_join(&path)? {
         let daemon = Daemon {
             namespace: params.namespace.clone(),
@@ -78,20 +80,28 @@ pub fn start(flags: &Flags) -> Result<ExitCode, StartError> {
             listener,
             socket: path.clone(),
         };
-        if let Some(code) =
-            daemonize(daemon, &bundle, &options, params.debug).inspect_err(|_| {
-                let _ = std::fs::remove_file(&path);
-            })?
+        match daemonize(daemon, &bundle, &options, params.debug)
+            .inspect_err(|_| remove_socket(&path))?
         {
-            return Ok(code);
+            Forked::Parent(opener) => gate = Some(opener),
+            Forked::Daemon(code) => return Ok(code),
         }
     }
     let mut stdout = io::stdout().lock();
-    stdout
-        .write_all(&params.answer(&address)?)
-        .and_then(|()| stdout.flush())
-        .map_err(|e| StartError::Host("write the answer to standard output", e))?;
+    let told = stdout.write_all(&answer).and_then(|()| stdout.flush());
+    if let Some(mut gate) = gate {
+        // If containerd is gone, nobody would ever ask the daemon for anything, nor to end: it never begins.
+        told.and_then(|()| gate.write_all(b"1"))
+            .inspect_err(|_| remove_socket(&path))
+            .map_err(|e| StartError::Host("tell containerd of the daemon", e))?;
+    } else {
+        told.map_err(|e| StartError::Host("write the answer to standard output", e))?;
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+fn remove_socket(path: &Path) {
+    let _ = std::fs::remove_file(path);
 }
 
 /// What containerd writes to standard input; nothing if a person started us.
@@ -123,14 +133,21 @@ fn sandbox_of(bundle: &Path, id: &str) -> Result<String, StartError> {
     }
 }
 
-/// Forks the daemon. In the parent the result is `None`, in the daemon its exit code. There is no
-/// exec: the daemon is this program, and all that it needs is here.
+/// Where a fork has led to.
+enum Forked {
+    /// The process that containerd waits for. The daemon begins when something is written here, and ends if it is closed.
+    Parent(File),
+    /// The daemon, at its end.
+    Daemon(ExitCode),
+}
+
+/// Forks the daemon. There is no exec: the daemon is this program, and all that it needs is here.
 fn daemonize(
     daemon: Daemon,
     bundle: &Path,
     options: &Options,
     debug: bool,
-) -> Result<Option<ExitCode>, StartError> {
+) -> Result<Forked, StartError> {
     let core_scheduling = std::env::var_os("SCHED_CORE").is_some_and(|value| !value.is_empty());
     if core_scheduling {
         // Tried here, where a failure can be reported; the daemon inherits it.
@@ -144,24 +161,21 @@ fn daemonize(
         ForkResult::Parent { child } => {
             drop(gate);
             confine(child, options)?;
-            File::from(opener)
-                .write_all(b"1")
-                .map_err(|e| StartError::Host("let the daemon run", e))?;
-            Ok(None)
+            Ok(Forked::Parent(File::from(opener)))
         }
         ForkResult::Child => {
             drop(opener);
             let mut go = [0];
             // The parent failed, and has said why.
             if File::from(gate).read(&mut go).is_ok_and(|n| n == 0) {
-                return Ok(Some(ExitCode::FAILURE));
+                return Ok(Forked::Daemon(ExitCode::FAILURE));
             }
             logger::to_containerd(bundle, &daemon.namespace, &daemon.sandbox, debug);
             match detach().and_then(|()| daemon.run()) {
-                Ok(()) => Ok(Some(ExitCode::SUCCESS)),
+                Ok(()) => Ok(Forked::Daemon(ExitCode::SUCCESS)),
                 Err(e) => {
                     log::error!("The shim has failed: {e}");
-                    Ok(Some(ExitCode::FAILURE))
+                    Ok(Forked::Daemon(ExitCode::FAILURE))
                 }
             }
         }

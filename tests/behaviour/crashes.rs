@@ -67,10 +67,12 @@ fn whatever_is_killed_and_whenever_exits_are_told_once_deletes_work_and_nothing_
                 .cloned()
                 .or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
             let log = containerd.log_about(&round.ids());
-            failed.push(format!(
+            let text = format!(
                 "round {number}, {plan:?}: {}\n{log}",
                 why.unwrap_or_default()
-            ));
+            );
+            tell(&text);
+            failed.push(text);
         }
         drop(round);
     }

@@ -149,6 +149,42 @@ fn background_processes_end_with_the_container() {
     assert_no_traces_of(&container.id);
 }
 
+#[test]
+fn a_shim_whose_start_is_not_heard_of_does_not_begin() {
+    let bundle = TestDir::new();
+    let id = unique("unheard");
+    // containerd was killed while it waited for the answer.
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let hypervisor = setting("CUBE_HYPERVISOR");
+    let status = Command::new(hypervisor.replace("cube-hypervisor", "containerd-shim-cube-v1"))
+        .args([
+            "-namespace",
+            "default",
+            "-address",
+            "/no/such/containerd",
+            "-publish-binary",
+            "/no/such",
+            "-id",
+            &id,
+        ])
+        .arg("-bundle")
+        .arg(bundle.path())
+        .arg("start")
+        .current_dir(bundle.path())
+        .env("TTRPC_ADDRESS", "/no/such/containerd.ttrpc")
+        .stdin(std::process::Stdio::null())
+        .stdout(writer)
+        .stderr(std::process::Stdio::null())
+        .status()
+        .unwrap();
+    assert!(!status.success());
+    let address = fs::read_to_string(bundle.path().join("address")).unwrap();
+    let socket = address.strip_prefix("unix://").unwrap();
+    assert!(!std::path::Path::new(socket).exists(), "{socket}");
+    assert_no_traces_of(&id);
+}
+
 /// The hypervisor's pid, which is the task's.
 fn hypervisor_of(id: &str) -> String {
     let running = std::mem::ManuallyDrop::new(Running { id: id.to_owned() });

@@ -90,6 +90,9 @@ impl Tasks {
 
     /// Deletes an exec, or a container.
     pub async fn delete(&self, id: &str, exec: &str) -> Result<Deleted, TaskError> {
+        if exec.is_empty() {
+            self.give_up_create(id).await;
+        }
         let guest = self.with(id, |entry| {
             entry.container.begin_delete(exec)?;
             Ok(entry.guest.clone())
@@ -98,6 +101,20 @@ impl Tasks {
             self.delete_container(id, &guest).await
         } else {
             self.delete_exec(id, exec, &guest).await
+        }
+    }
+
+    /// Ends a create that is under way, and waits for its end. Whoever asked for it is not there any more: a containerd
+    /// that was started again, for instance, lists no processes of such a container, takes it for leaked,
+    /// deletes it and forgets it.
+    async fn give_up_create(&self, id: &str) {
+        let gone = self.lock().reserved.get(id).map(|unwanted| {
+            unwanted.send_replace(true);
+            unwanted.subscribe()
+        });
+        if let Some(mut gone) = gone {
+            // The sender goes with the reservation.
+            while gone.changed().await.is_ok() {}
         }
     }
 
@@ -155,7 +172,7 @@ impl Tasks {
     }
 
     /// Deletes a process in the guest. One that is not there is as good as deleted.
-    async fn delete_in_guest(
+    pub(super) async fn delete_in_guest(
         &self,
         id: &str,
         exec: &str,

@@ -7,7 +7,9 @@ mod control;
 mod end;
 mod start;
 
-use std::collections::{HashMap, HashSet};
+pub use start::given_up;
+
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -17,6 +19,7 @@ use containerd_shim_protos::shim::oci::ProcessDetails;
 use cube_agent_protocol::agent::{ContainerRequest, ProcessRequest};
 use protobuf::well_known_types::any::Any;
 use protobuf::{EnumOrUnknown, Message, MessageField};
+use tokio::sync::watch;
 use ttrpc::context::Context;
 
 use crate::container::{Container, Exit, Phase};
@@ -60,7 +63,8 @@ struct Entry {
 #[derive(Default)]
 struct Table {
     entries: HashMap<String, Entry>,
-    reserved: HashSet<String>,
+    /// Names taken by creates that are under way, and what tells each that nobody wants the container any more.
+    reserved: HashMap<String, watch::Sender<bool>>,
 }
 
 /// All tasks.
@@ -75,12 +79,18 @@ pub struct Tasks {
 pub struct Reservation {
     id: String,
     tasks: Arc<Tasks>,
+    unwanted: watch::Receiver<bool>,
 }
 
 impl Reservation {
     /// The name.
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    /// Becomes true when the container is deleted before it is there.
+    pub fn unwanted(&self) -> watch::Receiver<bool> {
+        self.unwanted.clone()
     }
 }
 
@@ -175,12 +185,15 @@ impl Tasks {
     /// Takes a container's name.
     pub fn reserve(self: &Arc<Self>, id: &str) -> Result<Reservation, TaskError> {
         let mut table = self.lock();
-        if table.entries.contains_key(id) || !table.reserved.insert(id.to_owned()) {
+        if table.entries.contains_key(id) || table.reserved.contains_key(id) {
             return Err(TaskError::AlreadyExists(format!("container {id}")));
         }
+        let (sender, unwanted) = watch::channel(false);
+        table.reserved.insert(id.to_owned(), sender);
         Ok(Reservation {
             id: id.to_owned(),
             tasks: self.clone(),
+            unwanted,
         })
     }
 

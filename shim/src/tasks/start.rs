@@ -14,6 +14,11 @@ use crate::publisher::Event;
 use crate::stdio::{HostStdio, Relays, Uris};
 use crate::task_error::TaskError;
 
+/// The error of a create whose container was deleted before it was there.
+pub fn given_up() -> TaskError {
+    TaskError::host("The container was deleted while it was being created")
+}
+
 impl Tasks {
     /// Creates a container in the guest.
     pub async fn create(
@@ -63,6 +68,11 @@ impl Tasks {
             undo: new.undo,
         };
         let mut table = self.lock();
+        if *new.reservation.unwanted.borrow() {
+            drop(table);
+            self.delete_in_guest(&id, "", &entry.guest).await?;
+            return Err(given_up());
+        }
         table.entries.insert(id.clone(), entry);
         self.publisher
             .publish(Event::Create(TaskCreate { pid, ..new.event }));

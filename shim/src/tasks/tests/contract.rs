@@ -265,3 +265,21 @@ async fn a_create_that_fails_after_a_shutdown_does_not_keep_the_shim() {
     sandbox.create(request).await.unwrap_err();
     assert!(has_left(&sandbox).await);
 }
+
+#[tokio::test]
+async fn a_delete_of_a_container_that_is_being_created_ends_the_create_and_leaves_nothing() {
+    let bench = bench().await;
+    let sandbox = bench.sandbox();
+    let new = bench.new_container("c", Uris::default());
+    // As a containerd that was started again does with what lists no processes.
+    let (deleted, created) = tokio::join!(
+        sandbox.delete("c", ""),
+        bench.tasks.create(new, bench.guest.clone())
+    );
+    assert_eq!(code(deleted), Code::NOT_FOUND);
+    created.unwrap_err();
+    assert!(bench.agent.0.lock().unwrap().processes.is_empty());
+    assert_eq!(code(bench.tasks.state("c", "")), Code::NOT_FOUND);
+    sandbox.shutdown().await;
+    assert!(has_left(&sandbox).await);
+}
