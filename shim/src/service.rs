@@ -71,18 +71,27 @@ impl Task for TaskService {
     ) -> ttrpc::Result<CreateTaskResponse> {
         log::debug!("create {}", r.id);
         let sandbox = self.sandbox.clone();
-        whole(async move {
+        // Goes with this handler, which goes with the connection.
+        let caller = Arc::new(());
+        let asked = Arc::downgrade(&caller);
+        let created = whole(async move {
             let id = r.id.clone();
-            let pid = sandbox
-                .create(r)
-                .await
-                .inspect_err(|e| log::error!("create {id}: {e}"))?;
+            let created = sandbox.create(r).await;
+            if let Err(e) = &created {
+                log::error!("create {id}: {e}");
+                if asked.strong_count() == 0 {
+                    // Nobody learns of it, and so nobody will ask a shim without tasks to leave.
+                    sandbox.shutdown().await;
+                }
+            }
             Ok(CreateTaskResponse {
-                pid,
+                pid: created?,
                 ..Default::default()
             })
         })
-        .await
+        .await;
+        drop(caller);
+        created
     }
 
     async fn start(&self, _: &TtrpcContext, r: StartRequest) -> ttrpc::Result<StartResponse> {
@@ -320,6 +329,41 @@ mod tests {
             .create(&TtrpcContext::default(), request)
             .await;
         assert_eq!(code(refused), Code::UNIMPLEMENTED);
+    }
+
+    #[tokio::test]
+    async fn a_shim_leaves_when_a_create_fails_whose_caller_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let service = service(dir.path());
+        let request = || CreateTaskRequest {
+            bundle: dir.path().join("no-bundle").display().to_string(),
+            ..about!(CreateTaskRequest, "c")
+        };
+        // One that waits for its answer deletes the container and asks the shim to leave.
+        service
+            .create(&TtrpcContext::default(), request())
+            .await
+            .unwrap_err();
+        let left = service.sandbox.left();
+        tokio::pin!(left);
+        assert!(at_once(left.as_mut()).await.is_none());
+        // The server drops the handler of a connection that breaks.
+        let context = TtrpcContext::default();
+        let mut call = service.create(&context, request());
+        assert!(at_once(call.as_mut()).await.is_none());
+        drop(call);
+        left.await;
+    }
+
+    /// What a future has to say at once.
+    async fn at_once<F: Future + Unpin>(mut future: F) -> Option<F::Output> {
+        std::future::poll_fn(|context| {
+            std::task::Poll::Ready(match std::pin::Pin::new(&mut future).poll(context) {
+                std::task::Poll::Ready(output) => Some(output),
+                std::task::Poll::Pending => None,
+            })
+        })
+        .await
     }
 
     #[test]
