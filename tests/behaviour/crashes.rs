@@ -2,7 +2,7 @@
 //! container's init, containerd. Whatever it was and whenever: exits are told of once and soon, deletes work,
 //! and nothing is left.
 //!
-//! `CUBE_TEST_ROUNDS` says how often (20), `CUBE_TEST_SEED` repeats what a run has printed, from round
+//! `CUBE_TEST_ROUNDS` says how often (10), `CUBE_TEST_SEED` repeats what a run has printed, from round
 //! `CUBE_TEST_FIRST_ROUND` on (0).
 
 #[path = "crashes/containerd.rs"]
@@ -38,7 +38,7 @@ fn number(name: &str) -> Option<u64> {
 
 #[test]
 fn whatever_is_killed_and_whenever_exits_are_told_once_deletes_work_and_nothing_is_left() {
-    let rounds = number("CUBE_TEST_ROUNDS").unwrap_or(20);
+    let rounds = number("CUBE_TEST_ROUNDS").unwrap_or(10);
     let first = number("CUBE_TEST_FIRST_ROUND").unwrap_or(0);
     let seed = number("CUBE_TEST_SEED").unwrap_or_else(Random::seed);
     tell(&format!(
