@@ -286,7 +286,12 @@ pub async fn figures(agent: Agent) {
         )
         .await
         .unwrap();
-    agent.until(async || agent.list("f").await.len() == 3).await;
+    // For a moment, while the exec is made, there may be another process of the agent's in the container.
+    let settled = async || {
+        let counted = agent.stats("f").await.unwrap().pids.current;
+        agent.list("f").await.len() == 3 && (counted == 3 || !agent.has_controllers())
+    };
+    agent.until(settled).await;
     let processes = agent.list("f").await;
     let ids: Vec<_> = processes
         .iter()
@@ -298,7 +303,6 @@ pub async fn figures(agent: Agent) {
     let stats = agent.stats("f").await.unwrap();
     assert!(stats.cpu.usage_usec > 0);
     if agent.has_controllers() {
-        assert_eq!(stats.pids.current, 3);
         assert!(stats.memory.current > 0);
         agent
             .update(
