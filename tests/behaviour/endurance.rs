@@ -1,7 +1,6 @@
 //! What is done often costs no more the last time than the first, and what is slow or fails delays nothing else.
 
 use std::fs;
-use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use cube_tests::*;
@@ -147,30 +146,9 @@ impl MetricsLoop {
 
 /// How long it takes from the kill of an exec to its client's end, the client that kills included.
 fn time_to_kill(running: &Running) -> Duration {
-    let exec_id = unique("e");
-    let arguments = [
-        "task",
-        "exec",
-        "--exec-id",
-        &exec_id,
-        &running.id,
-        "sh",
-        "-c",
-        "echo up; exec sleep 1000",
-    ];
-    let mut exec: Child = ctr(&arguments).stdout(Stdio::piped()).spawn().unwrap();
-    let mut up = [0; 3];
-    std::io::Read::read_exact(exec.stdout.as_mut().unwrap(), &mut up).unwrap();
+    let (exec_id, mut exec) = running.sleeping_exec();
     let clock = Instant::now();
-    must_ctr(&[
-        "task",
-        "kill",
-        "--exec-id",
-        &exec_id,
-        "--signal",
-        "SIGKILL",
-        &running.id,
-    ]);
+    running.kill_exec(&exec_id, "SIGKILL");
     assert_eq!(exec.wait().unwrap().code(), Some(137));
     clock.elapsed()
 }

@@ -147,33 +147,8 @@ fn exec_runs_beside_the_first_process_and_tells_its_own_status() {
 fn a_signal_that_ends_an_exec_is_told_by_its_status() {
     let running = Container::new().start(&["sleep", "1000"]);
     for (signal, status) in [("SIGKILL", 137), ("SIGTERM", 143)] {
-        let exec_id = unique("e");
-        let arguments = [
-            "task",
-            "exec",
-            "--exec-id",
-            &exec_id,
-            &running.id,
-            "sh",
-            "-c",
-            "echo up; exec sleep 1000",
-        ];
-        let mut exec = ctr(&arguments)
-            .stdout(std::process::Stdio::piped())
-            .spawn()
-            .unwrap();
-        // Its first output says that it runs.
-        let mut up = [0; 3];
-        std::io::Read::read_exact(exec.stdout.as_mut().unwrap(), &mut up).unwrap();
-        must_ctr(&[
-            "task",
-            "kill",
-            "--exec-id",
-            &exec_id,
-            "--signal",
-            signal,
-            &running.id,
-        ]);
+        let (exec_id, mut exec) = running.sleeping_exec();
+        running.kill_exec(&exec_id, signal);
         assert_eq!(exec.wait().unwrap().code(), Some(status), "{signal}");
     }
 }

@@ -5,7 +5,7 @@
 //! socket) and `CUBE_TEST_DIR` (a directory for files of the tests).
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -258,6 +258,23 @@ impl Running {
     /// Runs another program in it to its end.
     pub fn exec(&self, arguments: &[&str]) -> Ended {
         Ended::from(self.exec_command(&[], arguments).output().unwrap())
+    }
+
+    /// Starts an exec that sleeps, and waits until it runs: its id and its client.
+    pub fn sleeping_exec(&self) -> (String, Child) {
+        let exec_id = unique("e");
+        let mut arguments = vec!["task", "exec", "--exec-id", &exec_id, &self.id];
+        arguments.extend(["sh", "-c", "echo up; exec sleep 1000"]);
+        let mut client = ctr(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+        let mut up = [0; 3];
+        client.stdout.as_mut().unwrap().read_exact(&mut up).unwrap();
+        (exec_id, client)
+    }
+
+    /// Sends an exec a signal.
+    pub fn kill_exec(&self, exec_id: &str, signal: &str) {
+        let to = ["--exec-id", exec_id, "--signal", signal, &self.id];
+        must_ctr(&[&["task", "kill"], &to[..]].concat());
     }
 
     /// Waits for its end in the background, as `ctr task attach` does.
