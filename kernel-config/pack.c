@@ -6,8 +6,8 @@
  * 2 MiB, and a mitigation wants a function at a certain distance (arch/x86/kernel/vmlinux.lds.S); they are filled with
  * breakpoints. The packed image loads to the same code and data at the same addresses: each run of pages of zeros, or of
  * breakpoints, becomes the end of the segment before it, which is zero by the rules of ELF (memory size beyond the
- * file size). What remains of a gap in a page with code stays as it is. Sections and symbols are dropped; the PVH note stays. File offsets keep their place within a
- * page, so that the image can be mapped as well as read.
+ * file size). What remains of a gap in a page with code stays as it is. Sections and symbols are dropped; the PVH note
+ * stays. File offsets keep their place within a page, so that the image can be mapped as well as read.
  */
 #include <elf.h>
 #include <stdint.h>
