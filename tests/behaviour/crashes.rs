@@ -9,8 +9,6 @@
 mod containerd;
 #[path = "crashes/plan.rs"]
 mod plan;
-#[path = "crashes/recorder.rs"]
-mod recorder;
 #[path = "crashes/round.rs"]
 mod round;
 
@@ -18,8 +16,8 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use containerd::Containerd;
+use cube_tests::Events;
 use plan::{Plan, Random};
-use recorder::Recorder;
 use round::{Durations, Round};
 
 /// Goes past the test harness, which keeps what a test prints to itself unless it fails.
@@ -45,15 +43,15 @@ fn whatever_is_killed_and_whenever_exits_are_told_once_deletes_work_and_nothing_
         "crashes: {rounds} rounds, CUBE_TEST_SEED={seed} repeats them"
     ));
     let containerd = Containerd::of_the_tests();
-    let mut recorder = Recorder::start();
+    let mut events = Events::listen();
     let mut durations = Durations::measured();
     tell(&format!("crashes: {durations:?}"));
     let before = round::host();
-    let (mut failed, mut struck) = (Vec::new(), 0);
+    let (mut failed, mut excused, mut struck) = (Vec::new(), Vec::new(), 0);
     for number in first..first + rounds {
         let plan = Plan::of(seed, number);
         let mut round = Round::new(&plan, &containerd, &mut durations);
-        let result = catch_unwind(AssertUnwindSafe(|| round.run(&mut recorder)));
+        let result = catch_unwind(AssertUnwindSafe(|| round.run(&mut events)));
         let outcome = match &result {
             Ok(()) if round.has_struck() => "",
             Ok(()) => ": too early or too late",
@@ -74,10 +72,11 @@ fn whatever_is_killed_and_whenever_exits_are_told_once_deletes_work_and_nothing_
             tell(&text);
             failed.push(text);
         }
+        excused.extend(round.excused());
         drop(round);
     }
     // What is told twice may be told late.
-    failed.extend(recorder.told_twice());
+    failed.extend(events.told_twice(&excused));
     if failed.is_empty() {
         assert_eq!(round::host(), before, "left after {rounds} rounds");
     }

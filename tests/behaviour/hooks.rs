@@ -191,7 +191,7 @@ fn a_hook_that_fails_fails_the_run_and_leaves_nothing() {
 fn a_shim_that_is_killed_owes_its_poststop_hooks_to_nobody() {
     let hooked = Hooked::new();
     let hooks = [("poststop", hooked.logging("poststop"))];
-    let mut events = Events::listen();
+    let events = Events::listen();
     let running = hooked.start(&hooks, "sleep 1000");
     let pattern = format!("containerd-shim-cube.* -id {}( |$)", hooked.id);
     let shim = Command::new("pgrep").args(["-f", &pattern]).output();
@@ -203,7 +203,7 @@ fn a_shim_that_is_killed_owes_its_poststop_hooks_to_nobody() {
             .unwrap()
             .success()
     );
-    events.of_task_until(&hooked.id, "/tasks/delete");
+    events.of_container_until(&hooked.id, "/tasks/delete");
     drop(running);
     assert_eq!(hooked.log(), "poststop stopped\n");
     assert_no_traces_of(&hooked.id);

@@ -155,13 +155,13 @@ fn a_signal_that_ends_an_exec_is_told_by_its_status() {
 
 #[test]
 fn a_container_that_is_killed_for_want_of_memory_ends_with_137_and_an_oom_event() {
-    let mut events = Events::listen();
+    let events = Events::listen();
     let limit = (32 << 20).to_string();
     let container = Container::new().option("--memory-limit", &limit);
     // tail keeps the last line, and there is no end of one.
     assert_eq!(container.run(&["tail", "/dev/zero"]).status, 137);
     assert_eq!(
-        events.of_task_until(&container.id, "/tasks/delete"),
+        events.of_container_until(&container.id, "/tasks/delete"),
         [
             "/tasks/create",
             "/tasks/start",
@@ -176,7 +176,7 @@ fn a_container_that_is_killed_for_want_of_memory_ends_with_137_and_an_oom_event(
         .start(&["sleep", "1000"]);
     assert_eq!(running.exec(&["tail", "/dev/zero"]).status, 137);
     running.exec(&["true"]).success();
-    let until_oom = events.of_task_until(&running.id, "/tasks/oom");
+    let until_oom = events.of_container_until(&running.id, "/tasks/oom");
     assert_eq!(until_oom.len(), 5, "{until_oom:?}");
 }
 

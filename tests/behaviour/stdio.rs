@@ -121,12 +121,12 @@ fn no_streams_at_all_are_fine() {
 #[test]
 fn a_child_that_keeps_the_output_open_does_not_hold_the_execs_end_up() {
     let running = Container::new().start(&["sleep", "1000"]);
-    let mut events = Events::listen();
+    let events = Events::listen();
     let script = ["sh", "-c", "sleep 1000 & echo started"];
     let mut client = running.exec_command(&[], &script);
     let mut client = client.stdout(Stdio::piped()).spawn().unwrap();
     // The init sleeps on: it is the exec's end that containerd tells of.
-    events.of_task_until(&running.id, "/tasks/exit");
+    events.of_container_until(&running.id, "/tasks/exit");
     // ctr itself, from 2.0 on, waits for the end of the output as well, with every runtime.
     running.task("kill", &["--signal", "KILL"]).success();
     let mut output = String::new();

@@ -4,11 +4,15 @@
 //! `tests/run-all` starts containerd and sets `CUBE_TEST_CTR` (the client), `CUBE_TEST_ADDRESS` (its
 //! socket) and `CUBE_TEST_DIR` (a directory for files of the tests).
 
+mod events;
+
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+pub use events::{Events, Told};
 
 /// The small image: busybox.
 pub const BUSYBOX: &str = "localhost/cube/busybox:latest";
@@ -299,60 +303,6 @@ impl Drop for Running {
     fn drop(&mut self) {
         try_ctr(&["task", "delete", "--force", &self.id]);
         try_ctr(&["container", "delete", &self.id]);
-    }
-}
-
-/// What containerd tells of, as `ctr events` prints it.
-pub struct Events {
-    client: Child,
-    lines: BufReader<ChildStdout>,
-}
-
-impl Events {
-    /// Listens from now on.
-    pub fn listen() -> Self {
-        let mut client = ctr(&["events"]).stdout(Stdio::piped()).spawn().unwrap();
-        let mut lines = BufReader::new(client.stdout.take().unwrap());
-        // The client does not say when it listens: so let something happen until it says what.
-        let stop = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while !stop.load(Ordering::Relaxed) {
-                    let name = unique("ns");
-                    must_ctr(&["namespaces", "create", &name]);
-                    must_ctr(&["namespaces", "remove", &name]);
-                }
-            });
-            let read = lines.read_line(&mut String::new());
-            stop.store(true, Ordering::Relaxed);
-            assert!(read.unwrap() > 0, "ctr events has ended");
-        });
-        Self { client, lines }
-    }
-
-    /// The topics of what happens to a task, up to one of them.
-    pub fn of_task_until(&mut self, id: &str, last: &str) -> Vec<String> {
-        let mut topics = Vec::new();
-        while topics.last().is_none_or(|topic| topic != last) {
-            let mut line = String::new();
-            assert!(self.lines.read_line(&mut line).unwrap() > 0, "{topics:?}");
-            let topic = line
-                .split_whitespace()
-                .find(|word| word.starts_with("/tasks/"));
-            if let Some(topic) = topic.filter(|_| mentions(&line, id)) {
-                topics.push(topic.to_owned());
-            }
-        }
-        topics
-    }
-}
-
-impl Drop for Events {
-    fn drop(&mut self) {
-        // Not SIGKILL, which `timeout` could not hand on.
-        // SAFETY: kill(2) has no memory arguments; the process is a child that was not waited for.
-        unsafe { libc::kill(self.client.id() as i32, libc::SIGTERM) };
-        let _ = self.client.wait();
     }
 }
 
