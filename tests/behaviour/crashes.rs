@@ -5,8 +5,6 @@
 //! `CUBE_TEST_ROUNDS` says how often (10), `CUBE_TEST_SEED` repeats what a run has printed, from round
 //! `CUBE_TEST_FIRST_ROUND` on (0).
 
-#[path = "crashes/containerd.rs"]
-mod containerd;
 #[path = "crashes/plan.rs"]
 mod plan;
 #[path = "crashes/round.rs"]
@@ -15,8 +13,7 @@ mod round;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use containerd::Containerd;
-use cube_tests::Events;
+use cube_tests::{Containerd, Events};
 use plan::{Plan, Random};
 use round::{Durations, Round};
 

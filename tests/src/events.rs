@@ -110,6 +110,15 @@ impl Events {
         let _ = reader.join();
     }
 
+    /// What was told of a container, its init and its execs, by now.
+    pub fn all_of(&self, id: &str, topic: &str) -> Vec<Told> {
+        let told = self.list.lock();
+        let mine = told
+            .iter()
+            .filter(|t| t.topic == topic && t.container == id);
+        mine.cloned().collect()
+    }
+
     /// What was told of one container's init by now.
     pub fn of_init(&self, id: &str, topic: &str) -> Vec<Told> {
         let told = self.list.lock();

@@ -4,6 +4,8 @@
 //! `tests/run-all` starts containerd and sets `CUBE_TEST_CTR` (the client), `CUBE_TEST_ADDRESS` (its
 //! socket) and `CUBE_TEST_DIR` (a directory for files of the tests).
 
+mod containerd;
+mod end;
 mod events;
 
 use std::fs;
@@ -11,7 +13,10 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
+pub use containerd::Containerd;
+pub use end::End;
 pub use events::{Events, Told};
 
 /// The small image: busybox.
@@ -348,12 +353,10 @@ pub fn assert_no_traces_of(id: &str) {
         .output()
         .unwrap();
     for pid in String::from_utf8_lossy(&shims.stdout).split_whitespace() {
-        // The shim goes after it has answered; tail watches its pid.
-        let status = Command::new("timeout")
-            .args(["10", "tail", "-s", "0.1", "-f", "/dev/null", "--pid", pid])
-            .status();
+        // The shim goes after it has answered.
+        let end = End::of(pid.parse().unwrap());
         assert!(
-            status.is_ok_and(|s| s.success()),
+            end.is_none_or(|end| end.comes_within(Duration::from_secs(10))),
             "process {pid} of {id} does not end"
         );
     }

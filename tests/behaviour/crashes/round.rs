@@ -2,14 +2,12 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use cube_tests::*;
 
-use super::containerd::Containerd;
 use super::plan::{Moment, Plan, Victim};
 
 /// How soon the end of a task is told of when something that it needs was killed.
@@ -151,7 +149,7 @@ impl<'a> Round<'a> {
         // An exec of `cat` that nobody has ended ends now.
         drop(client.stdin.take());
         assert!(
-            End::of(client.id()).comes(),
+            End::of(client.id()).is_none_or(|end| end.comes_within(HANGS)),
             "a client hangs: {:?}",
             self.plan
         );
@@ -176,14 +174,10 @@ impl<'a> Round<'a> {
                 killed.status == 0
             }
             Victim::Containerd => {
-                let pid = self.containerd.pid();
-                let end = End::of(pid);
-                let killed = kill_all(&[pid]);
-                // Its files are locked as long as it is there.
-                assert!(end.comes(), "containerd survives SIGKILL");
+                self.containerd.kill();
                 self.containerd.start_again();
                 events.listen_again();
-                killed
+                true
             }
         };
         self.struck = is_hit.then(Instant::now);
@@ -231,7 +225,8 @@ impl<'a> Round<'a> {
             if let Some(keeper) = self.keeper.as_ref().filter(|keeper| keeper.id == id) {
                 try_ctr(&["task", "kill", "--signal", "SIGKILL", &id]);
                 let end = End::of(keeper.client.id());
-                assert!(end.comes(), "the other container's client hangs");
+                let has_ended = end.is_none_or(|end| end.comes_within(HANGS));
+                assert!(has_ended, "the other container's client hangs");
             }
             let is_there = delete(&["task", "delete", "--force", &id]);
             if is_there && self.plan.victim != Victim::Shim {
@@ -351,30 +346,6 @@ fn delete(arguments: &[&str]) -> bool {
         "{arguments:?}: {complaint}"
     );
     is_done
-}
-
-/// The end of a process.
-struct End(OwnedFd);
-
-impl End {
-    fn of(pid: u32) -> Self {
-        // SAFETY: pidfd_open(2) takes numbers.
-        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-        assert!(fd >= 0, "{pid}: {}", std::io::Error::last_os_error());
-        // SAFETY: the descriptor was just made and has no other owner.
-        Self(unsafe { OwnedFd::from_raw_fd(fd as i32) })
-    }
-
-    /// Waits for it; whether it comes.
-    fn comes(&self) -> bool {
-        let mut event = libc::pollfd {
-            fd: self.0.as_raw_fd(),
-            events: libc::POLLIN,
-            revents: 0,
-        };
-        // SAFETY: the pointer is to one pollfd that outlives the call.
-        unsafe { libc::poll(&mut event, 1, HANGS.as_millis() as i32) == 1 }
-    }
 }
 
 fn kill_all(pids: &[u32]) -> bool {

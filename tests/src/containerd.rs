@@ -3,8 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
-use cube_tests::*;
+use crate::{End, Ended, setting};
+
+/// It ends at once.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// The containerd that tests/containerd/start has started.
 pub struct Containerd(PathBuf);
@@ -20,6 +24,16 @@ impl Containerd {
     pub fn pid(&self) -> u32 {
         let pid = fs::read_to_string(self.0.join("pid")).unwrap();
         pid.trim().parse().unwrap()
+    }
+
+    /// Kills it, and waits for its end.
+    pub fn kill(&self) {
+        let pid = self.pid();
+        let end = End::of(pid).unwrap();
+        // SAFETY: kill(2) has no memory arguments.
+        assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGKILL) }, 0);
+        // Its files are locked as long as it is there.
+        assert!(end.comes_within(LIMIT), "containerd survives SIGKILL");
     }
 
     /// Starts it again, with what it had and where it was.

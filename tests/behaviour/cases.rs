@@ -1,0 +1,83 @@
+//! What went wrong for users of other VM runtimes, by their public bug reports, goes right here.
+
+use std::io::Write;
+use std::process::Stdio;
+
+use cube_tests::*;
+
+#[test]
+fn a_line_that_is_piped_to_an_exec_comes_back() {
+    let running = Container::new().start(&["sleep", "1000"]);
+    let mut command = running.exec_command(&[], &["cat"]);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut client = command.spawn().unwrap();
+    let mut input = client.stdin.take().unwrap();
+    input.write_all(b"123\n").unwrap();
+    drop(input);
+    let output = Ended::from(client.wait_with_output().unwrap());
+    assert_eq!(output.success(), "123\n");
+}
+
+#[test]
+fn a_process_left_in_a_shared_pid_namespace_ends_with_its_container() {
+    let first = Container::new();
+    let annotation = format!("io.containerd.runc.v2.group={}", first.id);
+    let in_group = |container: Container| container.option("--annotation", &annotation);
+    let pod = in_group(first).start(&["sleep", "1000"]);
+    let shared = format!("pid:/proc/{}/ns/pid", pod.pid());
+    let container = in_group(Container::new().option("--with-ns", &shared));
+    let (id, script) = (container.id.clone(), "sleep 1800 & exit 0");
+    container.sh(script).success();
+    let (watcher, ps) = (
+        in_group(Container::new().option("--with-ns", &shared)),
+        "ps -o args",
+    );
+    let seen = watcher.sh(ps).success();
+    assert!(
+        seen.contains("ps -o args") && seen.contains("sleep 1000"),
+        "{seen}"
+    );
+    assert!(!seen.contains("sleep 1800"), "{seen}");
+    assert_no_traces_of(&id);
+}
+
+#[test]
+fn fifty_kills_for_want_of_memory_are_told_fifty_times() {
+    let events = Events::listen();
+    let limit = (32 << 20).to_string();
+    let running = Container::new()
+        .option("--memory-limit", &limit)
+        .start(&["sleep", "1000"]);
+    for _ in 0..50 {
+        // tail keeps the last line, and there is no end of one.
+        assert_eq!(running.exec(&["tail", "/dev/zero"]).status, 137);
+    }
+    let id = running.id.clone();
+    drop(running);
+    let topics = events.of_container_until(&id, "/tasks/delete");
+    let told = topics.iter().filter(|topic| *topic == "/tasks/oom").count();
+    assert_eq!(told, 50, "{topics:?}");
+}
+
+#[test]
+fn an_exec_that_runs_when_init_ends_is_told_of_before_it() {
+    let events = Events::listen();
+    let running = Container::new().start(&["sleep", "1000"]);
+    let (exec_id, mut client) = running.sleeping_exec();
+    running.task("kill", &["--signal", "SIGKILL"]).success();
+    assert_eq!(client.wait().unwrap().code(), Some(137));
+    let id = running.id.clone();
+    drop(running);
+    events.wait_for("/tasks/delete", &id);
+    let exits = events.all_of(&id, "/tasks/exit");
+    let of: Vec<_> = exits.iter().map(|told| told.process.as_str()).collect();
+    assert_eq!(of, [exec_id.as_str(), id.as_str()]);
+}
+
+#[test]
+fn a_container_with_64_mib_starts() {
+    let limit = (64 << 20).to_string();
+    let container = Container::new().option("--memory-limit", &limit);
+    let most = container.run(&["cat", "/sys/fs/cgroup/memory.max"]);
+    assert_eq!(most.success().trim(), limit);
+}
