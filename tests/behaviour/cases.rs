@@ -26,19 +26,15 @@ fn a_process_left_in_a_shared_pid_namespace_ends_with_its_container() {
     let pod = in_group(first).start(&["sleep", "1000"]);
     let shared = format!("pid:/proc/{}/ns/pid", pod.pid());
     let container = in_group(Container::new().option("--with-ns", &shared));
-    let (id, script) = (container.id.clone(), "sleep 1800 & exit 0");
-    container.sh(script).success();
-    let (watcher, ps) = (
-        in_group(Container::new().option("--with-ns", &shared)),
-        "ps -o args",
-    );
-    let seen = watcher.sh(ps).success();
+    container.sh("sleep 1800 & exit 0").success();
+    let watcher = in_group(Container::new().option("--with-ns", &shared));
+    let seen = watcher.run(&["ps", "-o", "args"]).success();
     assert!(
         seen.contains("ps -o args") && seen.contains("sleep 1000"),
         "{seen}"
     );
     assert!(!seen.contains("sleep 1800"), "{seen}");
-    assert_no_traces_of(&id);
+    assert_no_traces_of(&container.id);
 }
 
 #[test]
