@@ -73,7 +73,12 @@ fn an_exec_that_runs_when_init_ends_is_told_of_before_it() {
 #[test]
 fn a_container_with_64_mib_starts() {
     let limit = (64 << 20).to_string();
-    let container = Container::new().option("--memory-limit", &limit);
-    let most = container.run(&["cat", "/sys/fs/cgroup/memory.max"]);
-    assert_eq!(most.success().trim(), limit);
+    let running = Container::new()
+        .option("--memory-limit", &limit)
+        .start(&["sleep", "1000"]);
+    running.exec(&["true"]).success();
+    let metrics = running.task("metrics", &[]).success();
+    let line = metrics.lines().find(|l| l.contains("memory.usage_limit"));
+    let line = line.unwrap_or_else(|| panic!("no limit: {metrics}"));
+    assert_eq!(line.split_whitespace().last(), Some(limit.as_str()));
 }

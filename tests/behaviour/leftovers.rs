@@ -63,7 +63,7 @@ fn a_hypervisor_that_is_killed_ends_the_task_within_two_seconds() {
     let exit = events.wait_for("/tasks/exit", &running.id);
     let took = start.elapsed();
     assert!(took < Duration::from_secs(2), "{took:?}");
-    assert!(exit.line.contains("\"exit_status\":"), "{exit:?}");
+    assert!(exit.status().is_some_and(|status| status != 0), "{exit:?}");
     let list = must_ctr(&["task", "list"]);
     let line = list.lines().find(|l| l.contains(&running.id));
     assert!(line.is_some_and(|l| l.contains("STOPPED")), "{list}");

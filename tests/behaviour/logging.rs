@@ -9,11 +9,13 @@ use cube_tests::*;
 const SCRIPT: &str = "echo to stdout; echo to stderr >&2; exit 3";
 
 /// Runs the script with its outputs going where `uri` says; its status, after its end.
-fn run(uri: &str, script: &str) -> (String, Option<i32>) {
+fn run(uri: &str, script: &str) -> (String, Option<u32>) {
+    // A client cannot attach to what goes elsewhere.
+    let events = Events::listen();
     let container = Container::new().option("--log-uri", uri);
     let running = container.start(&["sh", "-c", script]);
-    let status = running.attach().wait().unwrap().code();
-    (running.id.clone(), status)
+    let exit = events.wait_for("/tasks/exit", &running.id);
+    (running.id.clone(), exit.status())
 }
 
 /// A program of the host.
@@ -28,7 +30,7 @@ fn program(dir: &Path, script: &str) -> PathBuf {
 fn two_files(dir: &Path) -> PathBuf {
     let to = format!("{}/$CONTAINER_NAMESPACE.$CONTAINER_ID", dir.display());
     // Descriptors 3 and 4 are the outputs; closing 5 says that it is ready.
-    let script = format!("cat <&3 >{to}.out & cat <&4 >{to}.err & exec 5>&-; wait");
+    let script = format!("exec 5>&-; cat <&3 >{to}.out & cat <&4 >{to}.err & wait");
     program(dir, &script)
 }
 

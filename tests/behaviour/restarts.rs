@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use cube_tests::*;
@@ -37,15 +37,32 @@ impl Drop for Follower {
     }
 }
 
-/// A container whose outputs go to `log`, which exists afterwards.
-fn start(log: &Path, options: &[(&str, &str)], script: &str) -> Running {
-    let uri = format!("file://{}", log.display());
-    let mut container = Container::new().option("--log-uri", &uri);
-    for (name, value) in options {
-        container = container.option(name, value);
+/// A directory that a container has as /host.
+struct Shared(TestDir);
+
+impl Shared {
+    fn new() -> Self {
+        Self(TestDir::new())
     }
-    container.start(&["sh", "-c", script])
+
+    fn of(&self, container: Container) -> Container {
+        let source = self.0.path().display();
+        container.option(
+            "--mount",
+            &format!("type=bind,src={source},dst=/host,options=rbind:rw"),
+        )
+    }
+
+    /// A file that exists.
+    fn file(&self, name: &str) -> PathBuf {
+        let path = self.0.path().join(name);
+        fs::write(&path, "").unwrap();
+        path
+    }
 }
+
+/// What the host does in a volume raises no event in the guest, so this asks.
+const UNTIL_OPEN: &str = "until [ -e /host/open ]; do usleep 20000; done";
 
 fn state_of(running: &Running) -> String {
     let list = must_ctr(&["task", "list"]);
@@ -60,26 +77,31 @@ fn state_of(running: &Running) -> String {
 fn output_flows_on_while_containerd_is_away_and_none_is_lost() {
     const LINES: usize = 3000;
     let containerd = Containerd::of_the_tests();
-    let dir = TestDir::new();
-    let log = dir.path().join("log");
+    let shared = Shared::new();
+    let log = shared.file("log");
+    let uri = format!("file://{}", log.display());
     let script = format!(
-        "i=0; while [ $i -lt {LINES} ]; do i=$((i + 1)); echo $i; usleep 1000; done; exit 5"
+        "i=0; while [ $i -lt {LINES} ]; do i=$((i + 1)); echo $i; usleep 1000; done; {UNTIL_OPEN}; exit 5"
     );
-    let running = start(&log, &[], &script);
+    let running = shared
+        .of(Container::new())
+        .option("--log-uri", &uri)
+        .start(&["sh", "-c", &script]);
     let mut output = Follower::of(&log);
     output.wait_for("100");
     containerd.kill();
-    // What may have been under way, and what was written since.
     let far = fs::read_to_string(&log).unwrap().lines().count() + 200;
-    output.wait_for(&far.to_string());
     assert!(far < LINES, "the container was too fast for this test");
+    output.wait_for(&far.to_string());
     containerd.start_again();
-    assert_eq!(running.attach().wait().unwrap().code(), Some(5));
-    let expected: String = (1..=LINES).map(|n| format!("{n}\n")).collect();
-    output.wait_for(&LINES.to_string());
-    assert!(fs::read_to_string(&log).unwrap() == expected);
+    let events = Events::listen();
+    shared.file("open");
+    let exit = events.wait_for("/tasks/exit", &running.id);
+    assert_eq!(exit.status(), Some(5));
     let id = running.id.clone();
     drop(running);
+    let expected: String = (1..=LINES).map(|n| format!("{n}\n")).collect();
+    assert!(fs::read_to_string(&log).unwrap() == expected);
     assert_no_traces_of(&id);
 }
 
@@ -105,21 +127,18 @@ fn a_running_container_is_found_again_and_serves_as_before() {
 #[test]
 fn a_container_that_ends_while_containerd_is_away_is_found_with_its_status() {
     let containerd = Containerd::of_the_tests();
-    let dir = TestDir::new();
-    let log = dir.path().join("log");
-    let gate = dir.path().join("gate");
-    fs::create_dir(&gate).unwrap();
-    let mount = format!(
-        "type=bind,src={},dst=/gate,options=rbind:ro",
-        gate.display()
-    );
-    // What the host does in a volume raises no event in the guest, so this asks.
-    let script = "echo up; until [ -e /gate/open ]; do usleep 20000; done; echo bye; exit 6";
-    let running = start(&log, &[("--mount", &mount)], script);
+    let shared = Shared::new();
+    let log = shared.file("log");
+    let script = format!("echo up >/host/log; {UNTIL_OPEN}; echo bye >>/host/log; exit 6");
+    // Without outputs of its own, so that a client can attach later.
+    let running = shared
+        .of(Container::new())
+        .flag("--null-io")
+        .start(&["sh", "-c", &script]);
     let mut output = Follower::of(&log);
     output.wait_for("up");
     containerd.kill();
-    fs::write(gate.join("open"), "").unwrap();
+    shared.file("open");
     output.wait_for("bye");
     containerd.start_again();
     assert_eq!(running.attach().wait().unwrap().code(), Some(6));

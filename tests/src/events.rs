@@ -218,6 +218,19 @@ impl Told {
         })
     }
 
+    /// With which status, if it is an exit.
+    pub fn status(&self) -> Option<u32> {
+        if self.topic != "/tasks/exit" {
+            return None;
+        }
+        // A status of 0 is not written.
+        let Some((_, status)) = self.line.split_once("\"exit_status\":") else {
+            return Some(0);
+        };
+        let digits = status.split(|c: char| !c.is_ascii_digit()).next();
+        digits?.parse().ok()
+    }
+
     fn is_of_init(&self, id: &str) -> bool {
         self.container == id && (self.process.is_empty() || self.process == id)
     }
