@@ -117,8 +117,8 @@ fn a_running_container_is_found_again_and_serves_as_before() {
     assert_eq!(running.pid(), pid);
     running.exec(&["ls", "/mine"]).success();
     let mut waiter = running.attach();
-    running.task("kill", &["--signal", "SIGTERM"]).success();
-    assert_eq!(waiter.wait().unwrap().code(), Some(143));
+    running.task("kill", &["--signal", "SIGKILL"]).success();
+    assert_eq!(waiter.wait().unwrap().code(), Some(137));
     let id = running.id.clone();
     drop(running);
     assert_no_traces_of(&id);
