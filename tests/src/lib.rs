@@ -25,7 +25,7 @@ pub const BUSYBOX: &str = "localhost/cube/busybox:latest";
 /// Debian's minimal system with git, sqlite3 and python3, for programs that want glibc.
 pub const DEBIAN: &str = "localhost/cube/debian:latest";
 
-/// No command of a test takes longer; one that hangs ends with 124.
+/// No command of a test takes longer; one that hangs ends with 124 or 137.
 const LIMIT: &str = "400";
 
 /// The value of a variable that `tests/run-all` sets.
@@ -72,7 +72,9 @@ pub fn unique(kind: &str) -> String {
 /// A `ctr` command line.
 pub fn ctr<S: AsRef<str>>(arguments: &[S]) -> Command {
     let mut command = Command::new("timeout");
+    // A client that hands signals on to its container does not end by SIGTERM.
     command.args([
+        "--kill-after=10",
         LIMIT,
         &setting("CUBE_TEST_CTR"),
         "--address",
