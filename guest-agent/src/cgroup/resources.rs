@@ -2,7 +2,7 @@
 
 use oci_spec::runtime::{
     LinuxBlockIo, LinuxCpu, LinuxHugepageLimit, LinuxMemory, LinuxPids, LinuxResources,
-    LinuxThrottleDevice,
+    LinuxThrottleDevice, LinuxWeightDevice,
 };
 
 use super::{Cgroup, CgroupError, Result, read};
@@ -208,11 +208,17 @@ fn pids_max(pids: &LinuxPids) -> String {
 
 fn io_settings(io: &LinuxBlockIo) -> Result<Settings> {
     let mut settings = Settings::new();
-    if io.leaf_weight().is_some_and(|weight| weight != 0) {
-        return Err(CgroupError::Unsupported {
-            field: "linux.resources.blockIO.leafWeight",
-            reason: "cgroup v2 does not have it",
-        });
+    let devices = io.weight_device().iter().flatten();
+    let leaves = devices.map(LinuxWeightDevice::leaf_weight);
+    for (field, weight) in std::iter::once(("linux.resources.blockIO.leafWeight", io.leaf_weight()))
+        .chain(leaves.map(|weight| ("linux.resources.blockIO.weightDevice[].leafWeight", weight)))
+    {
+        if weight.is_some_and(|weight| weight != 0) {
+            return Err(CgroupError::Unsupported {
+                field,
+                reason: "cgroup v2 does not have it",
+            });
+        }
     }
     if let Some(weight) = io.weight().filter(|weight| *weight != 0) {
         settings.push(("io.weight".into(), io_weight(weight).to_string()));
@@ -363,6 +369,10 @@ mod tests {
                 "realtimeRuntime",
             ),
             (serde_json::json!({"network": {"classID": 5}}), "network"),
+            (
+                serde_json::json!({"blockIO": {"weightDevice": [{"major": 7, "minor": 0, "leafWeight": 5}]}}),
+                "weightDevice[].leafWeight",
+            ),
             (serde_json::json!({"unified": {"../x.y": "1"}}), "unified"),
             (
                 serde_json::json!({"unified": {"cgroup.kill": "1"}}),
