@@ -399,8 +399,8 @@ fn translate_mount(
         source: bundle.join(source),
         recursive: has(&["rbind"]),
         access: match (last(&["rro"]), last(&["ro"]), last(&["rw"])) {
-            (Some(_), ..) => Access::RecursivelyReadOnly,
-            (None, ro, rw) if ro > rw => Access::ReadOnly,
+            (rro, ..) if rro > last(&["rrw"]) => Access::RecursivelyReadOnly,
+            (_, ro, rw) if ro > rw => Access::ReadOnly,
             _ => Access::ReadWrite,
         },
         follows_host: has(&["rslave", "slave", "rshared", "shared"]),
