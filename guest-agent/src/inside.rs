@@ -4,6 +4,7 @@ use std::ffi::{CString, OsStr};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 
 /// Opens a directory below `root` as if `root` were `/` (openat2(2), RESOLVE_IN_ROOT).
@@ -28,6 +29,13 @@ fn open_directory(root: BorrowedFd<'_>, path: &Path) -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has just made this descriptor for us.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// The permissions of a directory below `root`.
+pub fn mode_of(root: &Path, path: &Path) -> io::Result<u32> {
+    let root = std::fs::File::open(root)?;
+    let directory = std::fs::File::from(open_directory(root.as_fd(), path)?);
+    Ok(directory.metadata()?.permissions().mode() & 0o7777)
 }
 
 /// Makes the directories of `path` below `root` that are missing, mode 0755.
@@ -80,5 +88,7 @@ mod tests {
         make_directories(&root, Path::new("absolute/a/b")).unwrap();
         std::fs::write(root.join("file"), "").unwrap();
         assert!(make_directories(&root, Path::new("file/x")).is_err());
+        assert_eq!(mode_of(&root, Path::new("/climbing/c")).unwrap(), 0o755);
+        assert!(mode_of(&root, Path::new("file")).is_err());
     }
 }

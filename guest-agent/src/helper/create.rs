@@ -12,9 +12,9 @@ use oci_spec::runtime::{LinuxIdMapping, Mount, Spec};
 
 use super::child::{ChildError, Control};
 use super::executor::{InitExecutor, in_words};
-use super::{CreateOrder, EXEC_BASE, id_map, mount_error};
+use super::{CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags};
 use crate::cgroup::Cgroup;
-use crate::spec::{self, Adapted};
+use crate::spec::{self, Adapted, clean};
 
 /// The directory below the container's in which libcontainer keeps its state, in a directory with the
 /// container's name.
@@ -26,7 +26,7 @@ pub const CONSOLE_SOCKET: &str = "console.sock";
 /// Builds a container up to where its init waits to be started. Returns the init's PID. What a
 /// failure leaves is the agent's to clean up.
 pub fn create(order: &CreateOrder, document: &[u8], control: &Control) -> Result<i32, ChildError> {
-    let spec: Spec = serde_json::from_slice(document)
+    let spec: Spec = spec::read(document)
         .map_err(|e| ChildError::Invalid(format!("cannot read the runtime specification: {e}")))?;
     let adapted = spec::adapt(spec, &order.rootfs, &order.cgroup, order.terminal)
         .map_err(|e| ChildError::Invalid(e.to_string()))?;
@@ -60,6 +60,9 @@ fn build(
             }
         })?;
     make_working_directory(&adapted.spec, &order.rootfs, process.cwd())?;
+    if let Some(mounts) = adapted.spec.mounts_mut() {
+        keep_modes(mounts, &order.rootfs);
+    }
     let owner = guest_uid(adapted.base.uid_mappings.as_deref(), process.user().uid());
     give_streams(owner)?;
     // libcontainer looks a missing HOME up by getpwuid(3), which in a static program loads the
@@ -104,10 +107,12 @@ fn build(
                 None => ChildError::Failed(format!("{first} ({message})")),
             })
         })?;
-    container
+    let init = container
         .pid()
         .map(nix::unistd::Pid::as_raw)
-        .ok_or_else(|| ChildError::Failed("the container has no init".into()))
+        .ok_or_else(|| ChildError::Failed("the container has no init".into()))?;
+    mount_flags::settle(&adapted.spec, init).map_err(during_init)?;
+    Ok(init)
 }
 
 /// Whether libcontainer needs programs to map the user namespace's users or groups.
@@ -165,7 +170,29 @@ fn check_sources(spec: &Spec) -> Result<(), ChildError> {
     Ok(())
 }
 
-fn is_bind(mount: &Mount) -> bool {
+/// A tmpfs that names no mode has that of the directory it is mounted over, as runc has it, if it is the
+/// root file system's.
+fn keep_modes(mounts: &mut [Mount], rootfs: &Path) {
+    let places: Vec<_> = mounts.iter().map(|m| m.destination().clone()).collect();
+    for (at, mount) in mounts.iter_mut().enumerate() {
+        let mut options = mount.options().clone().unwrap_or_default();
+        let place = mount.destination();
+        let covered = places[..at]
+            .iter()
+            .any(|p| place.starts_with(p) && place != p);
+        let named = options.iter().any(|option| option.starts_with("mode="));
+        if mount.typ().as_deref() != Some("tmpfs") || is_bind(mount) || covered || named {
+            continue;
+        }
+        if let Ok(mode) = crate::inside::mode_of(rootfs, place) {
+            options.push(format!("mode={mode:o}"));
+            mount.set_options(Some(options));
+        }
+    }
+}
+
+/// Whether a mount binds what is there already.
+pub fn is_bind(mount: &Mount) -> bool {
     mount.typ().as_deref() == Some("bind")
         || mount
             .options()
@@ -201,7 +228,20 @@ fn make_working_directory(spec: &Spec, rootfs: &Path, cwd: &Path) -> Result<(), 
         .max_by_key(|mount| mount.destination().components().count());
     let (root, path) = match covering {
         None => (rootfs, cwd),
-        // What a fresh file system holds is up to the kernel.
+        Some(mount) if mount.typ().as_deref() == Some("tmpfs") && !is_bind(mount) => {
+            let mut places = spec.mounts().iter().flatten().map(Mount::destination);
+            if places.any(|place| place.starts_with(cwd))
+                || clean(cwd) == clean(mount.destination())
+            {
+                return Ok(());
+            }
+            return Err(ChildError::Invalid(format!(
+                "process.cwd is not valid: {} is not in the new tmpfs at {}",
+                cwd.display(),
+                mount.destination().display()
+            )));
+        }
+        // What another fresh file system holds is up to the kernel.
         Some(mount) if !is_bind(mount) => return Ok(()),
         Some(mount) => match (mount.source(), cwd.strip_prefix(mount.destination())) {
             (Some(source), Ok(rest)) => (source.as_path(), rest),
@@ -256,9 +296,34 @@ pub fn give_streams(owner: u32) -> Result<(), ChildError> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use oci_spec::runtime::LinuxIdMappingBuilder;
 
     use super::*;
+
+    #[test]
+    fn a_tmpfs_without_a_mode_has_that_of_the_directory_below() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("tmp")).unwrap();
+        fs::set_permissions(dir.path().join("tmp"), PermissionsExt::from_mode(0o1750)).unwrap();
+        let mut mounts: Vec<Mount> = serde_json::from_value(serde_json::json!([
+            {"destination": "/tmp", "type": "tmpfs"},
+            {"destination": "/tmp", "type": "tmpfs", "options": ["mode=700"]},
+            {"destination": "/new", "type": "tmpfs"},
+            {"destination": "/tmp", "type": "bind", "options": ["bind"]},
+        ]))
+        .unwrap();
+        keep_modes(&mut mounts, dir.path());
+        let options: Vec<_> = mounts
+            .iter()
+            .map(|m| m.options().iter().flatten().collect::<Vec<_>>())
+            .collect();
+        assert_eq!(
+            options,
+            [vec!["mode=1750"], vec!["mode=700"], vec![], vec!["bind"]]
+        );
+    }
 
     #[test]
     fn a_containers_user_has_a_number_in_the_guest() {

@@ -21,7 +21,7 @@ use oci_spec::runtime::{LinuxPersonalityDomain, LinuxSeccomp, Process};
 use super::child::{ChildError, Control};
 use super::create::{give_streams, guest_uid};
 use super::executor::{Program, in_words};
-use super::{EXEC_BASE, ExecBase, ExecOrder, terminal};
+use super::{EXEC_BASE, ExecBase, ExecOrder, priority, terminal};
 use crate::cgroup::Cgroup;
 use crate::spec;
 
@@ -32,13 +32,14 @@ pub fn exec(
     init: OwnedFd,
     control: &Control,
 ) -> Result<i32, ChildError> {
-    let mut process: Process = serde_json::from_slice(document)
+    let mut process: Process = spec::read(document)
         .map_err(|e| ChildError::Invalid(format!("cannot read the process object: {e}")))?;
     spec::adapt_process(&mut process, order.terminal.is_some())
         .map_err(|e| ChildError::Invalid(e.to_string()))?;
-    refuse_unknown(&process)?;
     let base = read_base(&order.dir)?;
 
+    let affinity = process.exec_cpu_affinity().as_ref();
+    priority::stay_on(affinity.and_then(|a| a.initial().as_deref()))?;
     Cgroup::existing(&order.cgroup)
         .join(order.init)
         .map_err(|e| {
@@ -47,6 +48,7 @@ pub fn exec(
                 crate::error::chain(&e),
             )
         })?;
+    priority::stay_on(affinity.and_then(|a| a.cpu_affinity_final().as_deref()))?;
     let syscall = create_syscall();
     inherit_from_here(&process, &base, syscall.as_ref())?;
     enter(init.as_fd(), &base)?;
@@ -85,20 +87,6 @@ fn in_exec(error: ChildError) -> ChildError {
         ChildError::Invalid(message) => ChildError::Invalid(format!("{WHERE}: {message}")),
         ChildError::Failed(message) => ChildError::Failed(format!("{WHERE}: {message}")),
         ChildError::Reported => error,
-    }
-}
-
-fn refuse_unknown(process: &Process) -> Result<(), ChildError> {
-    let unknown = [
-        ("ioPriority", process.io_priority().is_some()),
-        ("scheduler", process.scheduler().is_some()),
-        ("execCPUAffinity", process.exec_cpu_affinity().is_some()),
-    ];
-    match unknown.into_iter().find(|(_, is_set)| *is_set) {
-        Some((field, _)) => Err(ChildError::Invalid(format!(
-            "process.{field} of an exec cannot be used in a microVM"
-        ))),
-        None => Ok(()),
     }
 }
 
@@ -179,6 +167,7 @@ fn settle(
 ) -> Result<Program, ChildError> {
     let user = process.user();
     nix::unistd::setsid().map_err(|e| ChildError::failed("cannot start a session", e))?;
+    priority::set(process, syscall)?;
     if let Some(size) = terminal {
         open_terminal(size, user.uid(), control)
             .map_err(|e| ChildError::failed("cannot open a terminal", in_words(&e)))?;

@@ -14,7 +14,9 @@ mod exec;
 mod executor;
 pub mod id_map;
 mod mount_error;
+mod mount_flags;
 pub mod parent;
+mod priority;
 pub mod terminal;
 
 use std::path::{Path, PathBuf};
