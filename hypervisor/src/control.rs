@@ -112,9 +112,12 @@ impl Control {
                     .announce(ExitStatus::GuestReset, "Stopped by the owner");
                 Reply::Done
             }
-            Request::AttachDisk { slot, read_only } => {
-                done(self.slots.attach_disk(slot, read_only, fds))
-            }
+            Request::AttachDisk {
+                slot,
+                read_only,
+                serial,
+            } => done(self.slots.attach_disk(slot, read_only, &serial, fds)),
+            Request::DetachDisk { slot } => done(self.slots.detach_disk(slot)),
             Request::AttachNetwork { slot } => done(self.slots.attach_network(slot, fds)),
         }
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use cube_hypervisor_api::{VmConfig, config};
 
 use crate::console::{Console, Input};
-use crate::slots::Slots;
+use crate::slots::{Slots, is_serial};
 use crate::virtio::block::{Block, Disk, DiskError};
 use crate::virtio::console::ConsoleDevice;
 use crate::virtio::fs::{Fs, FsError};
@@ -110,7 +110,7 @@ impl Devices {
 fn open_slots(config: &VmConfig) -> Result<Slots, DeviceError> {
     let mut slots = Slots::default();
     for disk in &config.disks {
-        if !disk.serial.is_ascii() || disk.serial.len() > 20 {
+        if !is_serial(&disk.serial) {
             return Err(DeviceError::Serial(disk.serial.clone()));
         }
         let backend = Disk::open(&disk.path, disk.read_only)?;

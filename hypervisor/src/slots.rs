@@ -35,6 +35,9 @@ pub enum SlotError {
         /// What makes more.
         field: &'static str,
     },
+    /// A serial number that the guest cannot be told.
+    #[error("The serial number {0:?} of a disk has to have at most 20 ASCII characters")]
+    Serial(String),
     /// See [`DiskError`].
     #[error(transparent)]
     Disk(#[from] DiskError),
@@ -44,28 +47,49 @@ pub enum SlotError {
     /// See [`block::AttachError`].
     #[error(transparent)]
     AttachDisk(#[from] block::AttachError),
+    /// See [`block::DetachError`].
+    #[error(transparent)]
+    DetachDisk(#[from] block::DetachError),
     /// See [`net::AttachError`].
     #[error(transparent)]
     AttachNetwork(#[from] net::AttachError),
 }
 
 impl Slots {
-    /// Puts the disk behind the one descriptor into `slot`.
+    /// Puts the disk behind the one descriptor into `slot`, with this serial number.
     pub fn attach_disk(
         &self,
         slot: u8,
         read_only: bool,
+        serial: &str,
         descriptors: Vec<OwnedFd>,
     ) -> Result<(), SlotError> {
-        let device = self.disks.get(usize::from(slot)).ok_or(SlotError::NoSlot {
-            slot,
-            kind: "disk",
-            count: self.disks.len(),
-            field: "spare_disks",
-        })?;
+        let device = self.disk(slot)?;
+        if !is_serial(serial) {
+            return Err(SlotError::Serial(serial.to_owned()));
+        }
         let disk = Disk::from_fd(one(descriptors)?, read_only)?;
         let mut device = device.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(device.attach(disk)?)
+        Ok(device.attach(disk, serial)?)
+    }
+
+    /// Takes the disk out of `slot`.
+    pub fn detach_disk(&self, slot: u8) -> Result<(), SlotError> {
+        let device = self.disk(slot)?;
+        let mut device = device.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(device.detach()?)
+    }
+
+    fn disk(&self, slot: u8) -> Result<&Mutex<Block>, SlotError> {
+        match self.disks.get(usize::from(slot)) {
+            Some(device) => Ok(device),
+            None => Err(SlotError::NoSlot {
+                slot,
+                kind: "disk",
+                count: self.disks.len(),
+                field: "spare_disks",
+            }),
+        }
     }
 
     /// Puts the TAP behind the one descriptor into `slot`.
@@ -83,6 +107,11 @@ impl Slots {
         let mut device = device.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(device.attach(tap)?)
     }
+}
+
+/// Whether the guest can be told this serial number.
+pub fn is_serial(text: &str) -> bool {
+    text.is_ascii() && text.len() <= block::ID_LEN
 }
 
 fn one(descriptors: Vec<OwnedFd>) -> Result<OwnedFd, SlotError> {
@@ -113,26 +142,53 @@ mod tests {
     #[test]
     fn a_slot_takes_one_disk() {
         let slots = spare_disk();
-        slots.attach_disk(0, false, vec![image()]).unwrap();
-        let error = slots.attach_disk(0, false, vec![image()]).unwrap_err();
+        slots.attach_disk(0, false, "", vec![image()]).unwrap();
+        let error = slots.attach_disk(0, false, "", vec![image()]).unwrap_err();
         assert!(matches!(error, SlotError::AttachDisk(_)), "{error}");
+    }
+
+    #[test]
+    fn a_slot_whose_disk_was_taken_out_takes_another() {
+        let slots = spare_disk();
+        for serial in ["first", "second"] {
+            slots
+                .attach_disk(0, false, serial, vec![image()])
+                .unwrap();
+            slots.detach_disk(0).unwrap();
+        }
+        let error = slots.detach_disk(0).unwrap_err().to_string();
+        assert_eq!(error, "The slot has no disk");
+        let error = slots.detach_disk(1).unwrap_err();
+        assert!(matches!(error, SlotError::NoSlot { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_serial_number_that_the_guest_cannot_be_told_is_refused() {
+        let slots = spare_disk();
+        for serial in ["ä", "012345678901234567890"] {
+            let error = slots.attach_disk(0, true, serial, vec![image()]);
+            assert!(matches!(error, Err(SlotError::Serial(s)) if s == serial));
+        }
+        slots
+            .attach_disk(0, true, "01234567890123456789", vec![image()])
+            .unwrap();
     }
 
     #[test]
     fn what_does_not_fit_a_slot_is_told() {
         let slots = spare_disk();
         let refused = |result: Result<(), SlotError>| result.unwrap_err().to_string();
-        let error = refused(slots.attach_disk(1, false, vec![image()]));
+        let error = refused(slots.attach_disk(1, false, "", vec![image()]));
         assert_eq!(
             error,
             "There is no slot 1 for a disk: the machine has 1, set spare_disks to have more"
         );
         for descriptors in [vec![], vec![image(), image()]] {
-            let error = slots.attach_disk(0, false, descriptors).unwrap_err();
+            let error = slots.attach_disk(0, false, "", descriptors).unwrap_err();
             assert!(matches!(error, SlotError::Descriptors(0 | 2)));
         }
         let null = || OwnedFd::from(File::open("/dev/null").unwrap());
-        assert!(refused(slots.attach_disk(0, true, vec![null()])).contains("neither a file"));
+        assert!(refused(slots.attach_disk(0, true, "", vec![null()])).contains("neither a file"));
         assert!(refused(slots.attach_network(0, vec![null()])).contains("spare_networks"));
         let slots = Slots {
             disks: Vec::new(),

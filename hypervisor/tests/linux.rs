@@ -105,6 +105,7 @@ fn a_disk_attached_to_a_running_guest_is_there() {
     let attach = Request::AttachDisk {
         slot: 0,
         read_only: true,
+        serial: String::new(),
     };
     machine.done(&attach, &[disk.as_fd()]);
     let (_, message, console) = machine.end();

@@ -161,7 +161,12 @@ fn requests_that_cannot_be_carried_out_say_why() {
     let disk = file.as_fd();
     let machine = Owned::boot(files.config(code::SPIN, json!({"spare_disks": 1})));
     let attach = |slot, read_only, fds: &[BorrowedFd<'_>]| {
-        machine.ask(&Request::AttachDisk { slot, read_only }, fds)
+        let request = Request::AttachDisk {
+            slot,
+            read_only,
+            serial: String::new(),
+        };
+        machine.ask(&request, fds)
     };
     for (slot, read_only, fds) in [
         (1, true, vec![disk]),

@@ -37,6 +37,16 @@ pub enum Request {
         slot: u8,
         /// Refuse the guest's writes.
         read_only: bool,
+        /// What the guest reads as the disk's serial number from now on, at most 20 ASCII characters. Linux
+        /// shows what it is now each time that `/sys/block/vdX/serial` is read. Default: empty.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        serial: String,
+    },
+    /// Take the disk out of `slot`, which is spare again, and close its descriptor. The guest's requests that
+    /// are under way end first; what it asks for later fails.
+    DetachDisk {
+        /// The slot, from 0.
+        slot: u8,
     },
     /// Give the spare network in `slot` (counted over `networks` and `spare_networks`) a backend
     /// and bring its link up; one descriptor: a TAP, opened with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`.
@@ -236,6 +246,7 @@ mod tests {
         let request = Request::AttachDisk {
             slot: 2,
             read_only: true,
+            serial: String::new(),
         };
         send(&ours, &request, &[file.as_fd()]).unwrap();
         let (got, fds) = receive::<Request>(&theirs).unwrap().unwrap();

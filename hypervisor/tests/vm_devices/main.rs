@@ -232,6 +232,7 @@ fn a_disk_is_attached_while_the_machine_runs() {
     let request = Request::AttachDisk {
         slot: 1,
         read_only: false,
+        serial: String::new(),
     };
     guest.done(&request, &[file.as_fd()]);
     guest.wait_for("[ $(cat /sys/block/vdb/size) = 4096 ]");
@@ -252,6 +253,7 @@ fn a_disk_is_attached_while_the_machine_runs() {
     let request = Request::AttachDisk {
         slot: 0,
         read_only: true,
+        serial: String::new(),
     };
     guest.done(&request, &[File::open(&path).unwrap().as_fd()]);
     guest.wait_for("[ $(cat /sys/block/vda/size) = 4096 ]");
@@ -260,6 +262,25 @@ fn a_disk_is_attached_while_the_machine_runs() {
         host_sum(&bytes)
     );
     guest.fails("dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync 2>&1");
+
+    // Out of the slot, and another into it: what the guest reads then is the other's.
+    guest.done(&Request::DetachDisk { slot: 1 }, &[]);
+    guest.wait_for("[ $(cat /sys/block/vdb/size) = 0 ]");
+    guest.fails("dd if=/dev/vdb of=/dev/null bs=512 count=1 2>&1");
+    let other = pattern(MIB, 5);
+    let (_other_dir, other_path) = image(&other);
+    let request = Request::AttachDisk {
+        slot: 1,
+        read_only: true,
+        serial: "other".into(),
+    };
+    guest.done(&request, &[File::open(&other_path).unwrap().as_fd()]);
+    guest.wait_for("[ $(cat /sys/block/vdb/size) = 2048 ]");
+    assert_eq!(guest.ok("cat /sys/block/vdb/serial"), "other");
+    assert_eq!(
+        guest_sum(&mut guest, "sha256sum /dev/vdb"),
+        host_sum(&other)
+    );
     guest.end();
     assert!(fs::read(&path).unwrap() == bytes);
 }

@@ -1,7 +1,7 @@
 //! The block device (virtio 1.2, section 5.2).
 //!
 //! A device without a disk is a spare slot: it has the capacity 0 until [`Block::attach`]
-//! fills it, which the guest learns by a configuration interrupt. The disk's worker starts with the first
+//! fills it, and again after [`Block::detach`]; the guest learns of both by a configuration interrupt. The disk's worker starts with the first
 //! request for it, so a slot that is never filled costs no thread.
 
 mod disk;
@@ -23,7 +23,8 @@ use vmm_sys_util::eventfd::EventFd;
 
 use disk::SECTOR;
 pub use disk::{Disk, DiskError};
-use request::{ID_LEN, MAX_RANGE_SECTORS, MAX_RANGES};
+pub use request::ID_LEN;
+use request::{MAX_RANGE_SECTORS, MAX_RANGES};
 use worker::{Ring, Worker};
 
 use super::queue::{Buffers, FEATURE_INDIRECT_DESC};
@@ -86,6 +87,14 @@ pub enum AttachError {
     Occupied,
 }
 
+/// Why no disk can be detached.
+#[derive(Debug, thiserror::Error)]
+pub enum DetachError {
+    /// The slot has none.
+    #[error("The slot has no disk")]
+    Empty,
+}
+
 /// Why a device cannot be restored.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
@@ -109,13 +118,9 @@ impl Block {
     ///
     /// The host has no eventfd left.
     pub fn new(disk: Option<Disk>, serial: &str) -> io::Result<Self> {
-        let mut id = [0; ID_LEN];
-        for (to, from) in id.iter_mut().zip(serial.bytes()) {
-            *to = from;
-        }
         Ok(Self {
             disk: disk.map(Arc::new),
-            id,
+            id: id_of(serial),
             kick: [EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?],
             wake: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
             watched: false,
@@ -123,21 +128,50 @@ impl Block {
         })
     }
 
-    /// Fills a spare slot; the guest sees the new capacity at once. Linux looks at a disk's being read-only
-    /// only when it finds the device: a guest that writes to a read-only disk in a spare slot gets errors.
+    /// Fills a spare slot with a disk that has the serial number `serial`, of which the first 20 bytes count; the
+    /// guest sees the new capacity at once. Linux looks at a disk's being read-only only when it finds the device: a
+    /// guest that writes to a read-only disk in a spare slot gets errors.
     ///
     /// # Errors
     ///
     /// The slot is not spare.
-    pub fn attach(&mut self, disk: Disk) -> Result<(), AttachError> {
+    pub fn attach(&mut self, disk: Disk, serial: &str) -> Result<(), AttachError> {
         if self.disk.is_some() {
             return Err(AttachError::Occupied);
         }
-        self.disk = Some(Arc::new(disk));
+        self.change(Some(Arc::new(disk)), serial);
+        Ok(())
+    }
+
+    /// Makes the slot spare again: on return the disk is closed. Requests that the worker is at end first.
+    ///
+    /// # Errors
+    ///
+    /// The slot has no disk.
+    pub fn detach(&mut self) -> Result<(), DetachError> {
+        if self.disk.is_none() {
+            return Err(DetachError::Empty);
+        }
         if let Some(active) = &self.active {
+            active.stop_worker();
+        }
+        self.change(None, "");
+        // What the guest asks for from now on fails, in the device thread.
+        let _ = self.wake.write(1);
+        Ok(())
+    }
+
+    /// No worker has the queue.
+    fn change(&mut self, disk: Option<Arc<Disk>>, serial: &str) {
+        self.disk = disk;
+        self.id = id_of(serial);
+        if let Some(active) = &self.active {
+            if let QueueOwner::Device(ring) = &mut *active.owner() {
+                ring.id = self.id;
+                ring.complained = false;
+            }
             active.interrupt.signal_config();
         }
-        Ok(())
     }
 
     /// For a snapshot; the worker has stopped on return and starts again with [`resume`](VirtioDevice::resume).
@@ -263,6 +297,14 @@ impl Block {
             Err(error) => log::error!("A disk is dead: cannot wait for the guest: {error:?}"),
         }
     }
+}
+
+fn id_of(serial: &str) -> [u8; ID_LEN] {
+    let mut id = [0; ID_LEN];
+    for (to, from) in id.iter_mut().zip(serial.bytes()) {
+        *to = from;
+    }
+    id
 }
 
 impl Active {

@@ -257,7 +257,7 @@ fn a_spare_slot_fails_requests_until_a_disk_is_attached() {
     );
     assert_eq!(request(&mut driver, FLUSH, 0, &[]), (OK, 1));
     let disk = Disk::from_fd(File::open(&path).unwrap().into(), true).unwrap();
-    driver.device().attach(disk).unwrap();
+    driver.device().attach(disk, "late").unwrap();
     driver.wait();
     assert_eq!(
         driver.interrupt.status() & INTERRUPT_CONFIG,
@@ -272,9 +272,49 @@ fn a_spare_slot_fails_requests_until_a_disk_is_attached() {
     );
     let again = Disk::open(&path, true).unwrap();
     assert!(matches!(
-        driver.device().attach(again),
+        driver.device().attach(again, ""),
         Err(AttachError::Occupied)
     ));
+}
+
+/// Reads the serial number as the guest does.
+fn serial(driver: &mut Driver<Block>) -> String {
+    assert_eq!(request(driver, GET_ID, 0, &[(DATA, 20, true)]), (OK, 21));
+    let id = driver.read(DATA, 20);
+    String::from_utf8(id.into_iter().take_while(|&b| b != 0).collect()).unwrap()
+}
+
+#[test]
+fn a_detached_disk_is_closed_and_its_slot_takes_another() {
+    let mut driver = Driver::active(Block::new(None, "").unwrap());
+    for name in ["one", "two"] {
+        let (dir, path) = image();
+        // Written to, so that it has a worker, and is told apart from the other.
+        let disk = Disk::open(&path, false).unwrap();
+        driver.device().attach(disk, name).unwrap();
+        driver.wait();
+        assert_eq!(serial(&mut driver), name);
+        driver.write(DATA, &[name.len() as u8; 512]);
+        let out = request(&mut driver, OUT, 1, &[(DATA, 512, false)]);
+        assert_eq!(out, (OK, 1));
+
+        driver.device().detach().unwrap();
+        driver.wait();
+        assert_eq!(
+            driver.interrupt.status() & INTERRUPT_CONFIG,
+            INTERRUPT_CONFIG
+        );
+        assert_eq!(capacity(&driver.device()), 0);
+        let is_open = std::fs::read_dir("/proc/self/fd").unwrap().any(|fd| {
+            std::fs::read_link(fd.unwrap().path()).is_ok_and(|target| target == path)
+        });
+        assert!(!is_open, "the disk is still open");
+        let out = request(&mut driver, OUT, 1, &[(DATA, 512, false)]);
+        assert_eq!(out, (IOERR, 1));
+        assert_eq!(serial(&mut driver), "");
+        assert!(matches!(driver.device().detach(), Err(DetachError::Empty)));
+        drop(dir);
+    }
 }
 
 #[test]
