@@ -7,6 +7,7 @@
 pub mod cgroup;
 pub mod configure;
 pub mod container;
+pub mod disks;
 pub mod error;
 pub mod helper;
 pub mod init;
@@ -14,6 +15,8 @@ pub mod inside;
 pub mod logger;
 pub mod process;
 pub mod reaper;
+pub mod renumber;
+pub mod rootfs;
 pub mod serve;
 pub mod service;
 pub mod spec;

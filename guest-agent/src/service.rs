@@ -15,10 +15,12 @@ use ttrpc::{Code, get_status};
 
 use crate::configure::{self, ConfigureError};
 use crate::container::{ContainerError, Containers};
+use crate::disks::DiskError;
 use crate::error::chain;
 use crate::helper::parent::HelperError;
 use crate::init;
 use crate::reaper::Exit;
+use crate::rootfs::RootfsError;
 use crate::stdio::StdioError;
 
 type Result<T> = ttrpc::Result<T>;
@@ -84,7 +86,10 @@ impl Agent for Service {
                 .delete(&request.container_id, &request.exec_id)
                 .await
         });
-        joined(deleted.await).map(process_exit)
+        let (exit, in_use) = joined(deleted.await)?;
+        let mut response = process_exit(exit);
+        response.disks_in_use = in_use;
+        Ok(response)
     }
 
     async fn close_stdin(&self, _: &TtrpcContext, request: ProcessRequest) -> Result<Empty> {
@@ -183,7 +188,10 @@ fn status(error: ContainerError) -> ttrpc::Error {
             Code::INVALID_ARGUMENT
         }
         E::Cgroup(error) if error.is_invalid() => Code::INVALID_ARGUMENT,
-        E::System(..) | E::Helper(_) | E::Stdio(_) | E::Cgroup(_) => Code::INTERNAL,
+        E::Rootfs(RootfsError::Outside(..) | RootfsError::Disk(DiskError::Unnamed)) => {
+            Code::INVALID_ARGUMENT
+        }
+        E::Rootfs(_) | E::System(..) | E::Helper(_) | E::Stdio(_) | E::Cgroup(_) => Code::INTERNAL,
     };
     answer(code, chain(&error))
 }

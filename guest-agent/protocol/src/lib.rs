@@ -17,6 +17,9 @@ pub const SHARE_TAG: &str = "cube";
 /// Where the agent mounts the sandbox's share in the guest.
 pub const SHARE_PATH: &str = "/run/cube/shared";
 
+/// The directory in the guest with a directory for each container whose root file system is on disks.
+pub const IMAGES_PATH: &str = "/run/cube/images";
+
 /// The key on the kernel's command line whose value is the agent's log level (`error`, `warn`,
 /// `info`, `debug`, `trace`; default `warn`). The agent logs to the console.
 pub const LOG_LEVEL_KEY: &str = "cube.log";

@@ -3,10 +3,10 @@
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cube_agent_protocol::agent;
+use cube_agent_protocol::{IMAGES_PATH, agent};
 use nix::unistd::Uid;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
@@ -15,8 +15,9 @@ use super::state::{Container, Init, Phase, lock};
 use super::{ContainerError, Containers, Result};
 use crate::helper::create::CONSOLE_SOCKET;
 use crate::helper::parent::Helper;
-use crate::helper::{CreateOrder, ExecOrder, Order, Report, terminal};
+use crate::helper::{BlockNumbers, CreateOrder, ExecOrder, Order, Report, terminal};
 use crate::process::Process;
+use crate::rootfs::Mounted;
 use crate::stdio::{Connections, Stage};
 
 /// A process that was made and whose helper waits for its last word.
@@ -35,7 +36,9 @@ impl Containers {
         let stdio = request.stdio.clone().unwrap_or_default();
         fs::create_dir(&container.dir)
             .map_err(|e| ContainerError::System("make the container's directory", e))?;
+        let block_devices = self.mount_disks(container, request).await?;
         let order = Order::Create(CreateOrder {
+            block_devices,
             id: request.id.clone(),
             dir: container.dir.clone(),
             rootfs: PathBuf::from(&request.rootfs),
@@ -59,6 +62,35 @@ impl Containers {
         made.helper.go_on()?;
         tokio::spawn(container.clone().watch_init(made.process));
         Ok(pid as u32)
+    }
+
+    /// Mounts the root file system, if it is on disks, and finds the disks among the devices.
+    async fn mount_disks(
+        &self,
+        container: &Container,
+        request: &agent::CreateContainerRequest,
+    ) -> Result<Vec<BlockNumbers>> {
+        if request.rootfs_mounts.is_empty() && request.block_devices.is_empty() {
+            return Ok(Vec::new());
+        }
+        let disks = self.disks.clone();
+        let (mounts, devices) = (request.rootfs_mounts.clone(), request.block_devices.clone());
+        let mut mounted = Mounted::new(Path::new(IMAGES_PATH).join(&container.id));
+        // On a thread of its own: it waits for the disks.
+        let worked = tokio::task::spawn_blocking(move || {
+            let done = mounted
+                .mount(&disks, &mounts)
+                .and_then(|()| mounted.devices(&disks, &devices));
+            (mounted, done)
+        });
+        let (mounted, done) = worked
+            .await
+            .map_err(|e| ContainerError::System("mount the disks", io::Error::other(e)))?;
+        // Also what a failure leaves: the end of the create undoes it.
+        let mut inner = lock(&container.inner);
+        inner.mounted = Some(mounted);
+        inner.block_devices = done?;
+        Ok(inner.block_devices.clone())
     }
 
     /// Makes a process in a container.

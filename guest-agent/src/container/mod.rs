@@ -18,8 +18,11 @@ use oci_spec::runtime::LinuxResources;
 
 use crate::cgroup::oom::OomKills;
 use crate::cgroup::{Cgroup, CgroupError};
+use crate::disks::Disks;
 use crate::helper::parent::{HelperError, Launcher};
 use crate::reaper::{Exit, Reaper, exited};
+use crate::renumber;
+use crate::rootfs::RootfsError;
 use crate::stdio::StdioError;
 use crate::transport::Connector;
 use make::character_count;
@@ -71,6 +74,9 @@ pub enum ContainerError {
     /// The cgroup did not do as told.
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
+    /// The root file system could not be mounted, or a disk not found.
+    #[error(transparent)]
+    Rootfs(#[from] RootfsError),
 }
 
 type Result<T> = std::result::Result<T, ContainerError>;
@@ -91,6 +97,7 @@ pub struct Settings {
 pub struct Containers {
     settings: Settings,
     reaper: Arc<Reaper>,
+    disks: Arc<Disks>,
     all: Mutex<HashMap<String, Arc<Container>>>,
 }
 
@@ -100,6 +107,7 @@ impl Containers {
         Self {
             settings,
             reaper,
+            disks: Arc::default(),
             all: Mutex::default(),
         }
     }
@@ -112,6 +120,7 @@ impl Containers {
             Ok(pid) => Ok(pid),
             Err(error) => {
                 container.clean_up().await;
+                container.unmount().await;
                 self.forget(&container);
                 Err(error)
             }
@@ -243,11 +252,12 @@ impl Containers {
         Ok((exit, kills.count()))
     }
 
-    /// Forgets an exited exec, or a container that is not running.
-    pub async fn delete(&self, id: &str, exec: &str) -> Result<Exit> {
+    /// Forgets an exited exec, or a container that is not running; also returned are the serial numbers of disks that
+    /// could not be given up.
+    pub async fn delete(&self, id: &str, exec: &str) -> Result<(Exit, Vec<String>)> {
         let container = self.find(id)?;
         if !exec.is_empty() {
-            return container.delete_exec(exec);
+            return Ok((container.delete_exec(exec)?, Vec::new()));
         }
         let (init, created) = {
             let mut inner = lock(&container.inner);
@@ -274,9 +284,10 @@ impl Containers {
         for process in container.processes() {
             process.finish_streams();
         }
+        let in_use = container.unmount().await;
         self.forget(&container);
         removed?;
-        Ok(exit)
+        Ok((exit, in_use))
     }
 
     /// Ends a process's standard input. Without one it does nothing, and that is no error.
@@ -326,8 +337,14 @@ impl Containers {
 
     /// Changes limits. On a thread of its own: the kernel may reclaim memory meanwhile.
     pub async fn update(&self, id: &str, resources: &[u8]) -> Result<()> {
-        let cgroup = self.cgroup(id)?;
+        let container = self.find(id)?;
+        let cgroup = container.cgroup.clone();
+        let disks = lock(&container.inner).block_devices.clone();
         let resources: LinuxResources = serde_json::from_slice(resources)
+            .and_then(|mut value| {
+                renumber::resources(&mut value, &disks);
+                serde_json::from_value(value)
+            })
             .map_err(|e| ContainerError::Invalid("the resources", e.to_string()))?;
         on_thread(move || {
             cgroup.apply(&resources)?;

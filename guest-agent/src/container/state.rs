@@ -11,9 +11,11 @@ use tokio::sync::RwLock;
 
 use super::{ContainerError, Result, Settings};
 use crate::cgroup::Cgroup;
+use crate::helper::BlockNumbers;
 use crate::helper::create::STATE;
 use crate::process::Process;
 use crate::reaper::{Exit, exited};
+use crate::rootfs::Mounted;
 
 /// A container.
 pub struct Container {
@@ -33,6 +35,10 @@ pub(super) struct Inner {
     pub(super) init: Option<Init>,
     /// None while an exec is being made.
     pub(super) execs: HashMap<String, Option<Arc<Process>>>,
+    /// What is mounted for it from disks.
+    pub(super) mounted: Option<Mounted>,
+    /// The disks among its devices.
+    pub(super) block_devices: Vec<BlockNumbers>,
 }
 
 /// A container's first process.
@@ -105,6 +111,23 @@ impl Container {
             }
         }
         init.publish(exit);
+    }
+
+    /// Unmounts what is on disks, when nothing of the container runs. Returns the serial numbers of disks that are still
+    /// in use.
+    pub(super) async fn unmount(&self) -> Vec<String> {
+        let mounted = lock(&self.inner).mounted.take();
+        let Some(mounted) = mounted else {
+            return Vec::new();
+        };
+        // On a thread of its own: it waits for the disks.
+        match tokio::task::spawn_blocking(move || mounted.undo()).await {
+            Ok(in_use) => in_use,
+            Err(error) => {
+                log::error!("Cannot unmount the disks of {}: {error}", self.id);
+                Vec::new()
+            }
+        }
     }
 
     /// After a failed create: whatever there is of it.

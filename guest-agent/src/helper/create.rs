@@ -12,8 +12,9 @@ use oci_spec::runtime::{LinuxIdMapping, Mount, Spec};
 
 use super::child::{ChildError, Control};
 use super::executor::{InitExecutor, in_words};
-use super::{CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags};
+use super::{BlockNumbers, CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags};
 use crate::cgroup::Cgroup;
+use crate::renumber;
 use crate::spec::{self, Adapted, clean};
 
 /// The directory below the container's in which libcontainer keeps its state, in a directory with the
@@ -26,7 +27,7 @@ pub const CONSOLE_SOCKET: &str = "console.sock";
 /// Builds a container up to where its init waits to be started. Returns the init's PID. What a
 /// failure leaves is the agent's to clean up.
 pub fn create(order: &CreateOrder, document: &[u8], control: &Control) -> Result<i32, ChildError> {
-    let spec: Spec = spec::read(document)
+    let spec = read(document, &order.block_devices)
         .map_err(|e| ChildError::Invalid(format!("cannot read the runtime specification: {e}")))?;
     let adapted = spec::adapt(spec, &order.rootfs, &order.cgroup, order.terminal)
         .map_err(|e| ChildError::Invalid(e.to_string()))?;
@@ -35,6 +36,16 @@ pub fn create(order: &CreateOrder, document: &[u8], control: &Control) -> Result
     let cgroup = Cgroup::create(&order.cgroup)
         .map_err(|e| ChildError::failed("cannot make the cgroup", crate::error::chain(&e)))?;
     build(order, adapted, &cgroup, control)
+}
+
+/// The specification, with the numbers that its disks have here.
+fn read(document: &[u8], disks: &[BlockNumbers]) -> serde_json::Result<Spec> {
+    if disks.is_empty() {
+        return spec::read(document);
+    }
+    let mut renumbered = serde_json::from_slice(document)?;
+    renumber::specification(&mut renumbered, disks);
+    spec::read(&serde_json::to_vec(&renumbered)?)
 }
 
 fn build(

@@ -59,6 +59,17 @@ pub struct CreateOrder {
     pub cgroup: String,
     /// Whether the process gets a terminal.
     pub terminal: bool,
+    /// The disks among its devices.
+    pub block_devices: Vec<BlockNumbers>,
+}
+
+/// A disk's device numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockNumbers {
+    /// Major and minor on the host, which the specification has.
+    pub host: (i64, i64),
+    /// Major and minor here.
+    pub guest: (i64, i64),
 }
 
 /// The particulars of an exec. The descriptor of the container's init comes by inheritance.
