@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use crate::disks::MAX_SLOTS;
+
 /// Where the host's settings are, unless [`CONFIG_ENV`] names another file.
 pub const CONFIG_PATH: &str = "/etc/cube/config.toml";
 
@@ -38,6 +40,10 @@ pub struct Config {
     pub default_memory_mib: u64,
     /// The most memory of a sandbox, in MiB; `None`: as much as the host has.
     pub max_memory_mib: Option<u64>,
+    /// Slots for disks of containers that join a sandbox later.
+    pub spare_disks: u8,
+    /// Whether the layers of the erofs snapshotter go into the guest as disks.
+    pub erofs_in_guest: bool,
     /// How long it may take until the agent is there.
     pub boot_timeout: Duration,
     /// What shim, hypervisor and agent log.
@@ -92,6 +98,8 @@ struct Layer {
     max_vcpus: Option<u8>,
     default_memory_mib: Option<u64>,
     max_memory_mib: Option<u64>,
+    spare_disks: Option<u8>,
+    erofs_in_guest: Option<bool>,
     boot_timeout_s: Option<u64>,
     log_level: Option<String>,
     debug_console: Option<bool>,
@@ -135,6 +143,8 @@ impl Layer {
         over(&mut self.max_vcpus, upper.max_vcpus);
         over(&mut self.default_memory_mib, upper.default_memory_mib);
         over(&mut self.max_memory_mib, upper.max_memory_mib);
+        over(&mut self.spare_disks, upper.spare_disks);
+        over(&mut self.erofs_in_guest, upper.erofs_in_guest);
         over(&mut self.boot_timeout_s, upper.boot_timeout_s);
         over(&mut self.log_level, upper.log_level);
         over(&mut self.debug_console, upper.debug_console);
@@ -193,6 +203,13 @@ impl Layer {
                 "64 or more, or 0",
             )?;
         }
+        let spare_disks = self.spare_disks.unwrap_or(4);
+        check(
+            spare_disks <= MAX_SLOTS,
+            "spare_disks",
+            spare_disks,
+            "from 0 to 12",
+        )?;
         let boot_timeout_s = self.boot_timeout_s.unwrap_or(30);
         check(
             (1..=3600).contains(&boot_timeout_s),
@@ -222,6 +239,8 @@ impl Layer {
             max_vcpus: self.max_vcpus.filter(|&n| n > 0),
             default_memory_mib,
             max_memory_mib,
+            spare_disks,
+            erofs_in_guest: self.erofs_in_guest.unwrap_or(false),
             boot_timeout: Duration::from_secs(boot_timeout_s),
             log_level,
             debug_console: self.debug_console.unwrap_or(false),
@@ -233,10 +252,11 @@ impl Layer {
 const MIN_MEMORY_MIB: u64 = 64;
 
 /// What annotations may set if no file says otherwise.
-const DEFAULT_ANNOTATIONS: [&str; 6] = [
+const DEFAULT_ANNOTATIONS: [&str; 7] = [
     "kernel_params",
     "default_vcpus",
     "default_memory_mib",
+    "spare_disks",
     "boot_timeout_s",
     "log_level",
     "debug_console",
@@ -375,6 +395,7 @@ mod tests {
             ("default_vcpus = 0", "default_vcpus"),
             ("default_memory_mib = 63", "default_memory_mib"),
             ("max_memory_mib = 1", "max_memory_mib"),
+            ("spare_disks = 13", "spare_disks"),
             ("boot_timeout_s = 0", "boot_timeout_s"),
             ("log_level = \"loud\"", "log_level"),
             ("kernel_params = \"a\\nb\"", "kernel_params"),

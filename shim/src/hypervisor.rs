@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -196,10 +196,19 @@ impl Hypervisor {
 
     /// Sends a request; [`Self::answer`] waits for what comes back.
     pub fn send(&self, request: &Request) -> Result<Sent, HypervisorError> {
+        self.send_with(request, &[])
+    }
+
+    /// The same, with descriptors beside the request.
+    pub fn send_with(
+        &self,
+        request: &Request,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Sent, HypervisorError> {
         let (answer, reply) = oneshot::channel();
         // Under one lock, so that answers are told apart by their order.
         let mut waiting = self.control.waiting();
-        match control::send(self.control.socket.get_ref(), request, &[]) {
+        match control::send(self.control.socket.get_ref(), request, fds) {
             Ok(()) => waiting.push_back(answer),
             // The process's own last words, which `answer` waits for, say more than this.
             Err(ControlError::Closed) => {}
@@ -473,13 +482,13 @@ fn describe(status: io::Result<std::process::ExitStatus>, last_words: Option<Str
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
     /// A program that stands in for the hypervisor: a shell script that is given the descriptor.
-    fn script(directory: &std::path::Path, text: &str) -> Launch {
+    pub fn script(directory: &std::path::Path, text: &str) -> Launch {
         let binary = directory.join("hypervisor");
         // Written elsewhere first: a file open for writing, also in a child of another test,
         // cannot be executed.

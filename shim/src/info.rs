@@ -3,6 +3,7 @@
 //! containerd runs it when a client asks for a runtime's features, and from 2.2 on before creates,
 //! with the runtime's options on standard input, or nothing.
 
+use std::collections::HashMap;
 use std::io::{self, Write};
 
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
@@ -53,10 +54,10 @@ pub fn info(input: &[u8]) -> Result<(), InfoError> {
 fn runtime_info(input: &[u8]) -> Result<RuntimeInfo, InfoError> {
     let options = Any::parse_from_bytes(input).map_err(InfoError::Decode)?;
     let options = Some(options).filter(|any| !any.type_url.is_empty());
-    if let Some(config) = Options::parse(options.as_ref())?.config {
-        Config::load(Some(&config), &Default::default())?;
-    }
+    let config = Options::parse(options.as_ref())?.config;
+    let config = Config::load(config.as_deref(), &Default::default())?;
     Ok(RuntimeInfo {
+        annotations: annotations(&config),
         name: NAME.to_owned(),
         version: MessageField::some(RuntimeVersion {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -70,6 +71,20 @@ fn runtime_info(input: &[u8]) -> Result<RuntimeInfo, InfoError> {
         }),
         ..Default::default()
     })
+}
+
+/// What containerd's mount manager (2.2 and later) is to leave to the runtime. It asks once, without options.
+///
+/// Without a claim it mounts everything that is not a plain mount, and hands over directories. A claim counts for every
+/// list of mounts of this runtime, and one whose writable layer is a directory cannot be made in the guest: so it is
+/// made only where the administrator says that there is none. "mkfs" is not claimed: the images of writable layers are
+/// made on the host.
+fn annotations(config: &Config) -> HashMap<String, String> {
+    const ALLOW_MOUNTS: &str = "containerd.io/runtime-allow-mounts";
+    let claims = config
+        .erofs_in_guest
+        .then(|| (ALLOW_MOUNTS.to_owned(), "erofs,format/*,mkdir/*".to_owned()));
+    claims.into_iter().collect()
 }
 
 /// The runtime-spec's features object. Only what is real: a client decides by it what to ask for.
@@ -129,6 +144,20 @@ mod tests {
         assert_eq!(
             features["linux"]["mountExtensions"]["idmap"]["enabled"],
             false
+        );
+    }
+
+    #[test]
+    fn mounts_are_claimed_only_where_the_configuration_says_so() {
+        assert!(answer(b"").0.annotations.is_empty());
+        let body = "erofs_in_guest = true";
+        let mut any = b"\x0a\x19runtimeoptions.v1.Options\x12".to_vec();
+        any.extend([body.len() as u8 + 2, 0x1a, body.len() as u8]);
+        any.extend(body.as_bytes());
+        let claims = answer(&any).0.annotations;
+        assert_eq!(
+            claims["containerd.io/runtime-allow-mounts"],
+            "erofs,format/*,mkdir/*"
         );
     }
 

@@ -17,6 +17,7 @@ use tokio::time::timeout;
 use ttrpc::context::Context;
 
 use crate::config::Config;
+use crate::disks::Slots;
 use crate::guest::{Guest, GuestError, Streams, random};
 use crate::host_cgroup::{CgroupError, HostCgroup};
 use crate::hypervisor::{Ended, Hypervisor, HypervisorError, Launch, Sent, last_lines};
@@ -70,6 +71,7 @@ pub struct Booting {
     agent: Option<UnixListener>,
     streams: Option<Streams>,
     events: Option<mpsc::UnboundedReceiver<Event>>,
+    slots: Arc<Slots>,
     state: StateDir,
     vcpus: u8,
     limit: Duration,
@@ -81,17 +83,19 @@ pub struct Machine {
     /// What tasks see of it.
     pub guest: Arc<Guest>,
     hypervisor: Arc<Hypervisor>,
+    slots: Arc<Slots>,
     state: StateDir,
     undo: Undo,
 }
 
 impl Booting {
-    /// Sets up the host's side and switches the machine on.
+    /// Sets up the host's side and switches the machine on, with this number of slots for disks.
     pub fn power_on(
         namespace: &str,
         sandbox: &str,
         spec: &Spec,
         config: &Config,
+        slots: u8,
     ) -> Result<Self, BootError> {
         let mut undo = Undo::new();
         let state = StateDir::create(StateDir::path_of(namespace, sandbox), &mut undo)?;
@@ -125,8 +129,10 @@ impl Booting {
             state.note("hypervisor", &note, &mut undo)?;
         }
         let size = Size::of(spec, config);
-        let boot = hypervisor.send(&Request::Boot(Box::new(vm_config(config, size, &state))))?;
+        let machine = vm_config(config, size, slots, &state);
+        let boot = hypervisor.send(&Request::Boot(Box::new(machine)))?;
         Ok(Self {
+            slots: Arc::new(Slots::new(hypervisor.clone(), slots)),
             hypervisor,
             boot: Some(boot),
             agent: Some(agent),
@@ -222,6 +228,7 @@ impl Booting {
         Machine {
             guest,
             hypervisor: self.hypervisor,
+            slots: self.slots,
             state: self.state,
             undo: self.undo,
         }
@@ -231,12 +238,22 @@ impl Booting {
     pub fn state(&self) -> &StateDir {
         &self.state
     }
+
+    /// The machine's slots for disks.
+    pub fn slots(&self) -> &Arc<Slots> {
+        &self.slots
+    }
 }
 
 impl Machine {
     /// The sandbox's directory.
     pub fn state(&self) -> &StateDir {
         &self.state
+    }
+
+    /// The machine's slots for disks.
+    pub fn slots(&self) -> &Arc<Slots> {
+        &self.slots
     }
 
     /// Ends the machine and removes what belongs to it. No task is left in it, and what they wrote
@@ -277,7 +294,7 @@ fn host_cgroup(
     Ok(cgroup)
 }
 
-fn vm_config(config: &Config, size: Size, state: &StateDir) -> VmConfig {
+fn vm_config(config: &Config, size: Size, slots: u8, state: &StateDir) -> VmConfig {
     let mut cmdline = String::from("console=hvc0 reboot=k panic=-1 unknown_nmi_panic maxcpus=1");
     if !config.debug_console {
         cmdline.push_str(" quiet");
@@ -297,7 +314,7 @@ fn vm_config(config: &Config, size: Size, state: &StateDir) -> VmConfig {
         vcpus: size.vcpus,
         memory_mib: size.memory_mib,
         disks: Vec::new(),
-        spare_disks: 0,
+        spare_disks: slots,
         networks: Vec::new(),
         spare_networks: 0,
         shares: vec![ShareConfig {

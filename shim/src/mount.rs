@@ -2,9 +2,11 @@
 //! volumes into the directory that the guest sees.
 
 use std::ffi::CString;
+use std::fs::FileType;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -42,11 +44,6 @@ pub enum MountError {
         /// Why not.
         error: Errno,
     },
-    /// A block image, which needs a disk of the VM.
-    #[error(
-        "failed to mount rootfs component: {0:?} is a block device or image ({1}), which this version cannot give to the VM: use a snapshotter with directories (overlayfs, native)"
-    )]
-    BlockImage(String, String),
     /// More options than the kernel takes, with no common directory to shorten them by.
     #[error("failed to mount rootfs component: the options of {0:?} are longer than a page")]
     TooManyOptions(PathBuf),
@@ -62,11 +59,16 @@ pub enum MountError {
     /// A volume cannot be bound.
     #[error("error mounting {0:?} to rootfs at {1:?}: {2}")]
     Bind(PathBuf, PathBuf, Errno),
+    /// A volume that is only what it is in the kernel that made it.
+    #[error(
+        "error mounting {0:?} to rootfs at {1:?}: it is a {2} of the host, which does not reach into a VM: {3}"
+    )]
+    OfTheHost(PathBuf, PathBuf, &'static str, &'static str),
 }
 
 /// What the options of a mount mean.
 #[derive(Debug, PartialEq, Eq)]
-struct Options {
+pub struct Options {
     flags: MsFlags,
     data: String,
     lowerdirs: Vec<String>,
@@ -107,7 +109,8 @@ const FLAGS: [(&str, MsFlags, bool); 26] = [
 ];
 
 impl Options {
-    fn parse(options: &[String]) -> Self {
+    /// Reads them.
+    pub fn parse(options: &[String]) -> Self {
         let mut parsed = Self {
             flags: MsFlags::empty(),
             data: String::new(),
@@ -132,14 +135,32 @@ impl Options {
         parsed
     }
 
-    /// The string for mount(2), and the directory to be in while it is mounted.
-    fn data(&self) -> Option<(String, Option<&Path>)> {
-        let join = |lowerdirs: &str| match (lowerdirs.is_empty(), self.data.is_empty()) {
+    /// The flags for mount(2).
+    pub fn flags(&self) -> u64 {
+        self.flags.bits()
+    }
+
+    /// Whether nothing is to be written.
+    pub fn is_read_only(&self) -> bool {
+        self.flags.contains(MsFlags::MS_RDONLY)
+    }
+
+    /// The string for mount(2), however long.
+    pub fn whole_data(&self) -> String {
+        self.join(&self.lowerdirs.join(":"))
+    }
+
+    fn join(&self, lowerdirs: &str) -> String {
+        match (lowerdirs.is_empty(), self.data.is_empty()) {
             (true, _) => self.data.clone(),
             (_, true) => format!("lowerdir={lowerdirs}"),
             _ => format!("{},lowerdir={lowerdirs}", self.data),
-        };
-        let data = join(&self.lowerdirs.join(":"));
+        }
+    }
+
+    /// The string for mount(2), and the directory to be in while it is mounted.
+    fn data(&self) -> Option<(String, Option<&Path>)> {
+        let data = self.whole_data();
         if data.len() < PAGE {
             return Some((data, None));
         }
@@ -149,7 +170,7 @@ impl Options {
             .iter()
             .map(|dir| &dir[prefix.len() + 1..])
             .collect();
-        let data = join(&relative.join(":"));
+        let data = self.join(&relative.join(":"));
         (data.len() < PAGE).then_some((data, Some(Path::new(prefix))))
     }
 }
@@ -181,12 +202,6 @@ pub fn mount_rootfs(mounts: &[Mount], target: &Path) -> Result<(), MountError> {
 fn mount_component(component: &Mount, root: &Path) -> Result<(), MountError> {
     let options = Options::parse(&component.options);
     let bind = options.flags.contains(MsFlags::MS_BIND) || component.kind == "bind";
-    if !bind && component.kind != "overlay" && component.kind != "tmpfs" {
-        return Err(MountError::BlockImage(
-            component.source.clone(),
-            component.kind.clone(),
-        ));
-    }
     let inside = component.target.trim_start_matches('/');
     if Path::new(inside)
         .components()
@@ -281,6 +296,14 @@ impl Volume {
             let errno = Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO));
             MountError::NoSource(self.source.clone(), self.destination.clone(), errno)
         })?;
+        if let Some((what, cure)) = only_on_the_host(metadata.file_type()) {
+            return Err(MountError::OfTheHost(
+                self.source.clone(),
+                self.destination.clone(),
+                what,
+                cure,
+            ));
+        }
         let made = if metadata.is_dir() {
             std::fs::create_dir(target)
         } else {
@@ -320,6 +343,29 @@ impl Volume {
             let _ = umount2(target, MntFlags::MNT_DETACH);
             failed(e)
         })
+    }
+}
+
+/// What virtio-fs shows to the guest as a name only: behind it would be the guest's own kernel, where nobody
+/// listens, or another disk has its number. (A character device is the guest's own, as `linux.devices` are.)
+fn only_on_the_host(kind: FileType) -> Option<(&'static str, &'static str)> {
+    if kind.is_socket() {
+        Some((
+            "socket",
+            "bind the directory that it is in if both ends are containers of one pod",
+        ))
+    } else if kind.is_fifo() {
+        Some((
+            "FIFO",
+            "bind the directory that it is in if both ends are containers of one pod",
+        ))
+    } else if kind.is_block_device() {
+        Some((
+            "block device",
+            "name it in linux.devices, which makes it a disk of the VM",
+        ))
+    } else {
+        None
     }
 }
 
@@ -480,19 +526,68 @@ mod tests {
     }
 
     #[test]
-    fn a_block_image_is_refused_by_name() {
-        let image = Mount {
-            kind: "ext4".into(),
-            source: "/dev/dm-3".into(),
-            ..Default::default()
+    fn a_mount_that_the_host_makes_later_is_seen_below_a_slave_and_never_the_other_way_round() {
+        let dir = tempfile::tempdir().unwrap();
+        let [source, private, slave] =
+            ["source", "private", "slave"].map(|name| dir.path().join(name));
+        std::fs::create_dir(&source).unwrap();
+        let tmpfs = |target: &Path| {
+            std::fs::create_dir_all(target).unwrap();
+            let none = None::<&str>;
+            mount(Some("late"), target, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+            std::fs::write(target.join("mounted"), "").unwrap();
         };
-        let error = mount_rootfs(&[image], Path::new("/nonexistent"))
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("/dev/dm-3") && error.contains("ext4"),
-            "{error}"
-        );
+        let test = || {
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS)?;
+            let none = None::<&str>;
+            mount(none, "/", none, MsFlags::MS_PRIVATE | MsFlags::MS_REC, none)?;
+            tmpfs(&source);
+            mount(none, &source, none, MsFlags::MS_SHARED, none)?;
+            for (target, follows_host) in [(&private, false), (&slave, true)] {
+                let volume = Volume {
+                    source: source.clone(),
+                    destination: "/data".into(),
+                    recursive: true,
+                    access: Access::ReadWrite,
+                    follows_host,
+                };
+                volume.bind(target).unwrap();
+            }
+            tmpfs(&source.join("later"));
+            assert!(slave.join("later/mounted").exists());
+            assert!(private.join("later").exists() && !private.join("later/mounted").exists());
+            tmpfs(&slave.join("own"));
+            assert!(!source.join("own/mounted").exists());
+            Ok::<_, Errno>(())
+        };
+        let done = std::thread::scope(|scope| scope.spawn(test).join()).unwrap();
+        match done {
+            Err(Errno::EPERM) => eprintln!("left out: no mount namespace of its own here"),
+            done => done.unwrap(),
+        }
+    }
+
+    #[test]
+    fn sockets_and_fifos_and_disks_of_the_host_are_refused_and_character_devices_are_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let _listener = std::os::unix::net::UnixListener::bind(dir.path().join("socket")).unwrap();
+        let mode = nix::sys::stat::Mode::S_IRWXU;
+        nix::unistd::mkfifo(&dir.path().join("fifo"), mode).unwrap();
+        for (name, word) in [("socket", "socket"), ("fifo", "FIFO")] {
+            let volume = Volume {
+                source: dir.path().join(name),
+                destination: "/run/it".into(),
+                recursive: false,
+                access: Access::ReadWrite,
+                follows_host: false,
+            };
+            let target = dir.path().join("target");
+            let error = volume.bind(&target).unwrap_err().to_string();
+            assert!(error.contains(word) && error.contains(name), "{error}");
+            assert!(!target.exists());
+        }
+        let null = std::fs::metadata("/dev/null").unwrap().file_type();
+        assert_eq!(only_on_the_host(null), None);
     }
 
     #[test]

@@ -9,15 +9,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use containerd_shim_protos::api::CreateTaskRequest;
 use cube_agent_protocol::SHARE_PATH;
+use cube_agent_protocol::agent::{self, Directory, RootfsMount};
+use protobuf::MessageField;
 use tokio::sync::{Mutex, Notify, watch};
 
 use crate::bootstrap::check_name;
 use crate::config::Config;
+use crate::disks::{DiskError, Disks, OpenDisk, Slots, device_path, slots_for};
 use crate::hooks::Hooks;
 use crate::machine::{Booting, Machine, drop_caches};
 use crate::mount::{self, Mount};
 use crate::options::Options;
-use crate::spec::Spec;
+use crate::rootfs::Rootfs;
+use crate::spec::{BlockDevice, Spec};
 use crate::state::{self, ROOTFS, SHARED_MODE, VOLUMES};
 use crate::stdio::Uris;
 use crate::task_error::TaskError;
@@ -97,9 +101,11 @@ impl Sandbox {
         hooks: Arc<Hooks>,
     ) -> Result<u32, TaskError> {
         let options = Options::parse(request.options.as_ref()).map_err(TaskError::host)?;
+        let bundle = PathBuf::from(&request.bundle);
         let config = Config::load(options.config.as_deref(), &spec.annotations())
             .map_err(TaskError::host)?;
         log::set_max_level(log::max_level().max(config.log_level));
+        let wanted = Wanted::of(&request, &spec, &bundle)?;
 
         let mut machine = self.machine.lock().await;
         if machine
@@ -112,19 +118,23 @@ impl Sandbox {
         }
         let booting = match &*machine {
             Some(_) => None,
-            None => Some(
-                Booting::power_on(&self.namespace, &self.id, &spec, &config)
-                    .map_err(TaskError::host)?,
-            ),
+            None => {
+                let may_grow = spec.group().is_some();
+                let slots = slots_for(wanted.disks(), may_grow, config.spare_disks)
+                    .map_err(create_failed)?;
+                let booting = Booting::power_on(&self.namespace, &self.id, &spec, &config, slots);
+                Some(booting.map_err(TaskError::host)?)
+            }
         };
-        let shared = match (&*machine, &booting) {
-            (Some(machine), _) => machine.state().shared(),
-            (None, Some(booting)) => booting.state().shared(),
+        let (shared, slots) = match (&*machine, &booting) {
+            (Some(machine), _) => (machine.state().shared(), machine.slots().clone()),
+            (None, Some(booting)) => (booting.state().shared(), booting.slots().clone()),
             (None, None) => return Err(TaskError::Host("there is no machine".into())),
         };
         let unwanted = reservation.unwanted();
         // While the guest boots.
-        let new = prepare(reservation, &request, &spec, &hooks, &shared)?;
+        let disks = wanted.attach(&slots).map_err(create_failed)?;
+        let new = prepare(reservation, &request, &spec, &hooks, &shared, wanted, disks)?;
         log::debug!(
             "The root file system and volumes of {} are mounted",
             request.id
@@ -247,6 +257,87 @@ fn create_failed(error: impl std::fmt::Display) -> TaskError {
     TaskError::host(format!("OCI runtime create failed: {error}"))
 }
 
+/// What a container is to have that may be on disks.
+struct Wanted {
+    rootfs: Rootfs,
+    devices: Vec<BlockDevice>,
+}
+
+impl Wanted {
+    fn of(request: &CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Self, TaskError> {
+        let mounts = rootfs_mounts(request, spec, bundle);
+        Ok(Self {
+            rootfs: Rootfs::plan(&mounts, &request.id).map_err(TaskError::host)?,
+            devices: spec.block_devices().map_err(create_failed)?,
+        })
+    }
+
+    fn disks(&self) -> usize {
+        self.rootfs.disks() + self.devices.len()
+    }
+
+    /// Gives the disks to the machine, those of the root file system first.
+    fn attach(&self, slots: &Arc<Slots>) -> Result<Disks, DiskError> {
+        let mut open = Vec::with_capacity(self.disks());
+        if let Rootfs::Guest(rootfs) = &self.rootfs {
+            for image in &rootfs.images {
+                open.push(OpenDisk::open(&image.path, image.read_only)?);
+            }
+        }
+        for device in &self.devices {
+            let path = device_path(device.major, device.minor, &device.path)?;
+            open.push(OpenDisk::open(&path, device.read_only)?);
+        }
+        Disks::attach(slots, &open)
+    }
+
+    /// What the agent is told of the mounts and of the devices.
+    fn of_guest(&self, disks: &Disks) -> (Vec<RootfsMount>, Vec<agent::BlockDevice>) {
+        let disk = |n| MessageField::from_option(disks.of_guest(n));
+        let mounts = match &self.rootfs {
+            Rootfs::Host(_) => Vec::new(),
+            Rootfs::Guest(rootfs) => rootfs
+                .mounts
+                .iter()
+                .map(|mount| RootfsMount {
+                    type_: mount.kind.clone(),
+                    disk: mount.image.map_or_else(MessageField::none, disk),
+                    source: mount.source.clone(),
+                    target: mount.target.clone(),
+                    flags: mount.flags,
+                    data: mount.data.clone(),
+                    devices: mount
+                        .devices
+                        .iter()
+                        .filter_map(|&n| disks.of_guest(n))
+                        .collect(),
+                    directories: mount
+                        .directories
+                        .iter()
+                        .map(|(path, mode)| Directory {
+                            path: path.clone(),
+                            mode: *mode,
+                            ..Default::default()
+                        })
+                        .collect(),
+                    ..Default::default()
+                })
+                .collect(),
+        };
+        let first = self.rootfs.disks();
+        let devices = self.devices.iter().enumerate();
+        let devices = devices
+            .map(|(n, device)| agent::BlockDevice {
+                disk: disk(first + n),
+                major: device.major,
+                minor: device.minor,
+                ..Default::default()
+            })
+            .collect();
+        (mounts, devices)
+    }
+}
+
 /// Mounts what the container needs below the sandbox's shared directory and edits its specification.
 fn prepare(
     reservation: Reservation,
@@ -254,6 +345,8 @@ fn prepare(
     spec: &Spec,
     hooks: &Arc<Hooks>,
     shared: &Path,
+    wanted: Wanted,
+    disks: Disks,
 ) -> Result<NewContainer, TaskError> {
     let id = reservation.id().to_owned();
     let bundle = PathBuf::from(&request.bundle);
@@ -266,24 +359,27 @@ fn prepare(
     let mut undo = Undo::new();
     let volumes = shared.join(VOLUMES).join(&id);
     make_directory(&volumes, &mut undo, state::remove_volumes)?;
+    let (mounts, block_devices) = wanted.of_guest(&disks);
     // A snapshot is the container's alone; a directory of the host is not.
-    let (rootfs, rootfs_in_guest) = if request.rootfs.is_empty() {
-        (volumes.join(ROOTFS), format!("{volumes_in_guest}/{ROOTFS}"))
-    } else {
-        (
-            shared.join(ROOTFS).join(&id),
+    let (rootfs, rootfs_in_guest) = match &wanted.rootfs {
+        Rootfs::Guest(rootfs) => (None, rootfs.root.clone()),
+        Rootfs::Host(_) if request.rootfs.is_empty() => (
+            Some(volumes.join(ROOTFS)),
+            format!("{volumes_in_guest}/{ROOTFS}"),
+        ),
+        Rootfs::Host(_) => (
+            Some(shared.join(ROOTFS).join(&id)),
             format!("{SHARE_PATH}/{ROOTFS}/{id}"),
-        )
+        ),
     };
-    make_directory(&rootfs, &mut undo, state::remove_directory)?;
-    {
-        let rootfs = rootfs.clone();
+    if let (Some(rootfs), Rootfs::Host(mounts)) = (&rootfs, &wanted.rootfs) {
+        make_directory(rootfs, &mut undo, state::remove_directory)?;
+        let target = rootfs.clone();
         undo.push(format!("unmount {}", rootfs.display()), move || {
-            mount::unmount(&rootfs)
+            mount::unmount(&target)
         });
+        mount::mount_rootfs(mounts, rootfs).map_err(TaskError::host)?;
     }
-    mount::mount_rootfs(&rootfs_mounts(request, spec, &bundle), &rootfs)
-        .map_err(TaskError::host)?;
     for (n, volume) in guest_spec.volumes.iter().enumerate() {
         let target = volumes.join(n.to_string());
         volume.bind(&target).map_err(create_failed)?;
@@ -291,7 +387,8 @@ fn prepare(
             mount::unmount(&target)
         });
     }
-    if !hooks.is_empty() && !request.rootfs.is_empty() {
+    // Images are not for the host to look into, so its hooks find the bundle's directory empty.
+    if let Some(rootfs) = rootfs.filter(|_| !hooks.is_empty() && !request.rootfs.is_empty()) {
         show_rootfs(&rootfs, &bundle.join("rootfs"), &mut undo)?;
     }
     Ok(NewContainer {
@@ -299,6 +396,9 @@ fn prepare(
         hooks: hooks.clone(),
         spec: guest_spec.json,
         rootfs: rootfs_in_guest,
+        rootfs_mounts: mounts,
+        block_devices,
+        disks,
         uris: Uris {
             stdin: request.stdin.clone(),
             stdout: request.stdout.clone(),

@@ -73,6 +73,8 @@ mod tests {
             max_vcpus: Some(8),
             default_memory_mib: 256,
             max_memory_mib: Some(4096),
+            spare_disks: 0,
+            erofs_in_guest: false,
             boot_timeout: Duration::from_secs(30),
             log_level: log::LevelFilter::Warn,
             debug_console: false,

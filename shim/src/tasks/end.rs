@@ -145,7 +145,7 @@ impl Tasks {
     }
 
     async fn delete_container(&self, id: &str, guest: &Guest) -> Result<Deleted, TaskError> {
-        let exit = self.delete_in_guest(id, "", guest).await?;
+        let (exit, in_use) = self.delete_in_guest(id, "", guest).await?;
         let (relays, hooks) = self.with(id, |entry| {
             Ok((entry.container.take_relays(), entry.hooks.clone()))
         })?;
@@ -157,6 +157,8 @@ impl Tasks {
         while drains.join_next().await.is_some() {}
         // While its name is taken, and its root file system there.
         hooks.stopped().await;
+        let mut disks = self.with(id, |entry| Ok(std::mem::take(&mut entry.disks)))?;
+        disks.detach(&in_use).await;
         let mut entry = self
             .lock()
             .entries
@@ -171,22 +173,23 @@ impl Tasks {
         })
     }
 
-    /// Deletes a process in the guest. One that is not there is as good as deleted.
+    /// Deletes a process in the guest; also returned are the disks that it leaves in use. One that is not there
+    /// is as good as deleted.
     pub(super) async fn delete_in_guest(
         &self,
         id: &str,
         exec: &str,
         guest: &Guest,
-    ) -> Result<Exit, TaskError> {
+    ) -> Result<(Exit, Vec<String>), TaskError> {
         let request = process_request(id, exec);
         match guest
             .call(|agent| agent.delete(Context::default(), &request))
             .await
         {
-            Ok(response) => Ok(exit_of(&response)),
-            Err(GuestError::Ended(_)) => Ok(Exit::killed()),
+            Ok(response) => Ok((exit_of(&response), response.disks_in_use)),
+            Err(GuestError::Ended(_)) => Ok((Exit::killed(), Vec::new())),
             Err(GuestError::Refused(status)) if status.code() == ttrpc::Code::NOT_FOUND => {
-                Ok(Exit::killed())
+                Ok((Exit::killed(), Vec::new()))
             }
             Err(error) => {
                 let _ = self.with(id, |entry| {

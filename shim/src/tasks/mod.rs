@@ -16,13 +16,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use containerd_shim_protos::api::{ProcessInfo, StateResponse, Status};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use containerd_shim_protos::shim::oci::ProcessDetails;
-use cube_agent_protocol::agent::{ContainerRequest, ProcessRequest};
+use cube_agent_protocol::agent::{BlockDevice, ContainerRequest, ProcessRequest, RootfsMount};
 use protobuf::well_known_types::any::Any;
 use protobuf::{EnumOrUnknown, Message, MessageField};
 use tokio::sync::watch;
 use ttrpc::context::Context;
 
 use crate::container::{Container, Exit, Phase};
+use crate::disks::Disks;
 use crate::guest::Guest;
 use crate::hooks::Hooks;
 use crate::publisher::{Publisher, timestamp};
@@ -40,6 +41,12 @@ pub struct NewContainer {
     pub spec: Vec<u8>,
     /// Its root file system, as the guest sees it.
     pub rootfs: String,
+    /// How the guest makes it, where it is on disks.
+    pub rootfs_mounts: Vec<RootfsMount>,
+    /// The disks that are devices of the container.
+    pub block_devices: Vec<BlockDevice>,
+    /// All of its disks.
+    pub disks: Disks,
     /// Where containerd wants its streams.
     pub uris: Uris,
     /// The terminal's first size.
@@ -57,6 +64,7 @@ struct Entry {
     container: Container,
     guest: Arc<Guest>,
     hooks: Arc<Hooks>,
+    disks: Disks,
     undo: Undo,
 }
 

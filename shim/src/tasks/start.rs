@@ -9,6 +9,7 @@ use ttrpc::context::Context;
 
 use super::{Entry, NewContainer, Tasks, container_request};
 use crate::container::{Container, PendingExec, Start};
+use crate::disks::Disks;
 use crate::guest::Guest;
 use crate::publisher::Event;
 use crate::stdio::{HostStdio, Relays, Uris};
@@ -23,8 +24,26 @@ impl Tasks {
     /// Creates a container in the guest.
     pub async fn create(
         self: &Arc<Self>,
+        mut new: NewContainer,
+        guest: Arc<Guest>,
+    ) -> Result<u32, TaskError> {
+        let mut disks = std::mem::take(&mut new.disks);
+        let created = match disks.ready().await {
+            Ok(()) => self.create_in_guest(new, guest, &mut disks).await,
+            Err(e) => Err(TaskError::host(format!("OCI runtime create failed: {e}"))),
+        };
+        if created.is_err() {
+            // What the guest has mounted of them it has unmounted before it said so.
+            disks.detach(&[]).await;
+        }
+        created
+    }
+
+    async fn create_in_guest(
+        self: &Arc<Self>,
         new: NewContainer,
         guest: Arc<Guest>,
+        disks: &mut Disks,
     ) -> Result<u32, TaskError> {
         let id = new.reservation.id().to_owned();
         let failed = |source| TaskError::Guest {
@@ -41,6 +60,8 @@ impl Tasks {
             id: id.clone(),
             spec: new.spec,
             rootfs: new.rootfs,
+            rootfs_mounts: new.rootfs_mounts,
+            block_devices: new.block_devices,
             stdio: MessageField::some(stdio),
             ..Default::default()
         };
@@ -65,6 +86,7 @@ impl Tasks {
             container,
             guest,
             hooks: new.hooks,
+            disks: std::mem::take(disks),
             undo: new.undo,
         };
         let mut table = self.lock();

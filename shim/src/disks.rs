@@ -1,0 +1,472 @@
+//! Disks of the machine: files and block devices of the host in the machine's slots.
+//!
+//! A machine is built with a number of slots. A container's disks are put into free ones when it is
+//! created, and taken out when it is deleted. The guest finds a disk by its serial number, which no
+//! other disk of the machine ever has.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cube_agent_protocol::agent;
+use cube_hypervisor_api::control::Request;
+
+use crate::hypervisor::{Hypervisor, HypervisorError, Sent};
+
+/// The most slots of a machine: its IOAPIC has 19 pins for devices, of which console, vsock, share and random
+/// numbers take four, and networks are to have three.
+pub const MAX_SLOTS: u8 = 12;
+
+/// What the guest counts a disk's size in, in bytes.
+const SECTOR: u64 = 512;
+
+/// Why a disk cannot be given to the machine.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    /// It cannot be opened.
+    #[error("Cannot open the disk {0:?}: {1}")]
+    Open(PathBuf, io::Error),
+    /// The host uses it.
+    #[error(
+        "The block device {0:?} is in use on the host: a VM that writes to it would destroy what is mounted there"
+    )]
+    InUse(PathBuf),
+    /// It is no disk.
+    #[error("{0:?} is neither a file nor a block device: it cannot be a disk of a VM")]
+    Kind(PathBuf),
+    /// There is no such device.
+    #[error(
+        "The host has no block device {major}:{minor}, which is to be {path:?} in the container"
+    )]
+    NoDevice {
+        /// Its major number.
+        major: i64,
+        /// Its minor number.
+        minor: i64,
+        /// The container's path for it.
+        path: String,
+    },
+    /// More disks than any machine has.
+    #[error("The container needs {0} disks, a VM has at most {MAX_SLOTS}")]
+    TooMany(usize),
+    /// The slots are used up.
+    #[error(
+        "The sandbox's VM has no slot left for a disk ({0} in all, each used until its container is deleted): raise spare_disks, at most {MAX_SLOTS}, for new sandboxes"
+    )]
+    NoSlot(u8),
+    /// The hypervisor refused.
+    #[error("Cannot attach the disk {0:?}: {1}")]
+    Attach(PathBuf, HypervisorError),
+}
+
+/// A disk that is open, and not attached.
+#[derive(Debug)]
+pub struct OpenDisk {
+    path: PathBuf,
+    file: File,
+    sectors: u64,
+    read_only: bool,
+}
+
+impl OpenDisk {
+    /// Opens a file or a block device. A block device that is to be written to is claimed: it must not be
+    /// mounted on the host, and cannot be as long as the machine has it.
+    pub fn open(path: &Path, read_only: bool) -> Result<Self, DiskError> {
+        let failed = |e| DiskError::Open(path.to_owned(), e);
+        let is_device = std::fs::metadata(path)
+            .map_err(failed)?
+            .file_type()
+            .is_block_device();
+        let exclusive = if is_device && !read_only {
+            libc::O_EXCL
+        } else {
+            0
+        };
+        let file = OpenOptions::new()
+            .read(true)
+            .write(!read_only)
+            // A FIFO in its place must not hold us up.
+            .custom_flags(libc::O_NONBLOCK | exclusive)
+            .open(path)
+            .map_err(|e| match e.raw_os_error() {
+                Some(libc::EBUSY) if is_device => DiskError::InUse(path.to_owned()),
+                _ => failed(e),
+            })?;
+        let metadata = file.metadata().map_err(failed)?;
+        // What was looked at before may have been replaced.
+        let size = if metadata.is_file() {
+            metadata.len()
+        } else if metadata.file_type().is_block_device() && is_device {
+            size_of_device(&file).map_err(failed)?
+        } else {
+            return Err(DiskError::Kind(path.to_owned()));
+        };
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            sectors: size / SECTOR,
+            read_only,
+        })
+    }
+}
+
+/// A block device's size in bytes: lseek(2) knows it as it does a file's.
+fn size_of_device(file: &File) -> io::Result<u64> {
+    use std::io::Seek;
+    let mut file = file;
+    file.seek(io::SeekFrom::End(0))
+}
+
+/// A block device by its numbers: a path of the host, whatever it is called there.
+pub fn device_path(major: i64, minor: i64, called: &str) -> Result<PathBuf, DiskError> {
+    let number = format!("{major}:{minor}");
+    let by_kernel = std::fs::read_to_string(format!("/sys/dev/block/{number}/uevent"))
+        .unwrap_or_default()
+        .lines()
+        .find_map(|line| line.strip_prefix("DEVNAME="))
+        .map(|name| Path::new("/dev").join(name));
+    let is_it = |path: &PathBuf| {
+        std::fs::metadata(path).is_ok_and(|m| {
+            m.file_type().is_block_device()
+                && i64::from(libc::major(m.rdev())) == major
+                && i64::from(libc::minor(m.rdev())) == minor
+        })
+    };
+    let places = [
+        by_kernel,
+        Some(Path::new("/dev/block").join(&number)),
+        Some(called.into()),
+    ];
+    let found = places.into_iter().flatten().find(is_it);
+    found.ok_or_else(|| DiskError::NoDevice {
+        major,
+        minor,
+        path: called.to_owned(),
+    })
+}
+
+/// The slots of a running machine.
+pub struct Slots {
+    hypervisor: Arc<Hypervisor>,
+    table: Mutex<Table>,
+}
+
+/// Which slots are free.
+#[derive(Debug)]
+struct Table {
+    free: Vec<u8>,
+    count: u8,
+    /// How many disks there have been.
+    serials: u64,
+}
+
+impl Table {
+    fn new(count: u8) -> Self {
+        Self {
+            // The first one comes first.
+            free: (0..count).rev().collect(),
+            count,
+            serials: 0,
+        }
+    }
+
+    fn take(&mut self) -> Result<(u8, String), DiskError> {
+        let slot = self.free.pop().ok_or(DiskError::NoSlot(self.count))?;
+        self.serials += 1;
+        Ok((slot, format!("cube-{}", self.serials)))
+    }
+}
+
+/// How many slots a machine gets whose first container has so many disks.
+pub fn slots_for(needed: usize, may_grow: bool, spare: u8) -> Result<u8, DiskError> {
+    let count = u8::try_from(needed)
+        .ok()
+        .filter(|n| *n <= MAX_SLOTS)
+        .ok_or(DiskError::TooMany(needed))?;
+    // Nothing can join a sandbox that is one container's own.
+    let spare = if may_grow { spare } else { 0 };
+    Ok(count.saturating_add(spare).min(MAX_SLOTS))
+}
+
+impl Slots {
+    /// The slots of a machine that was built with `count`, all free.
+    pub fn new(hypervisor: Arc<Hypervisor>, count: u8) -> Self {
+        Self {
+            hypervisor,
+            table: Mutex::new(Table::new(count)),
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the machine to take a disk; [`Disks::ready`] waits for the answer.
+    fn attach(&self, disk: &OpenDisk) -> Result<Attached, DiskError> {
+        let (slot, serial) = self.table().take()?;
+        let request = Request::AttachDisk {
+            slot,
+            read_only: disk.read_only,
+            serial: serial.clone(),
+        };
+        let sent = self
+            .hypervisor
+            .send_with(&request, &[disk.file.as_fd()])
+            .map_err(|e| DiskError::Attach(disk.path.clone(), e))?;
+        Ok(Attached {
+            path: disk.path.clone(),
+            slot,
+            disk: agent::Disk {
+                serial,
+                sectors: disk.sectors,
+                read_only: disk.read_only,
+                ..Default::default()
+            },
+            sent: Some(sent),
+        })
+    }
+}
+
+struct Attached {
+    path: PathBuf,
+    slot: u8,
+    disk: agent::Disk,
+    /// The request, until it is answered.
+    sent: Option<Sent>,
+}
+
+/// The disks of one container. Dropping them takes them out of the machine; their slots are free again only if the guest
+/// was not told of them, since nobody has said that it is done with them.
+#[derive(Default)]
+pub struct Disks {
+    slots: Option<Arc<Slots>>,
+    attached: Vec<Attached>,
+    /// Whether the guest may know of them.
+    told: bool,
+}
+
+impl Disks {
+    /// Attaches disks in this order.
+    pub fn attach(slots: &Arc<Slots>, disks: &[OpenDisk]) -> Result<Self, DiskError> {
+        let mut attached = Self {
+            slots: Some(slots.clone()),
+            attached: Vec::with_capacity(disks.len()),
+            told: false,
+        };
+        for disk in disks {
+            attached.attached.push(slots.attach(disk)?);
+        }
+        Ok(attached)
+    }
+
+    /// What the guest is told of the N-th.
+    pub fn of_guest(&self, n: usize) -> Option<agent::Disk> {
+        self.attached.get(n).map(|attached| attached.disk.clone())
+    }
+
+    /// Waits until the machine has them, so that the guest may be told.
+    pub async fn ready(&mut self) -> Result<(), DiskError> {
+        self.told = true;
+        let Some(slots) = &self.slots else {
+            return Ok(());
+        };
+        for attached in &mut self.attached {
+            if let Some(sent) = attached.sent.take() {
+                slots
+                    .hypervisor
+                    .answer(sent)
+                    .await
+                    .map_err(|e| DiskError::Attach(attached.path.clone(), e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes them out of the machine, and frees their slots but for those that the guest still uses: `in_use`
+    /// are their serial numbers. On return the host has closed them.
+    pub async fn detach(&mut self, in_use: &[String]) {
+        let Some(slots) = &self.slots else {
+            return;
+        };
+        // All at once: each answer is a round trip.
+        let asked: Vec<_> = self
+            .attached
+            .drain(..)
+            .map(|a| (detach(slots, &a), a))
+            .collect();
+        for (sent, attached) in asked {
+            let answer = match sent {
+                Ok(sent) => slots.hypervisor.answer(sent).await,
+                Err(e) => Err(e),
+            };
+            match answer {
+                Ok(_) if in_use.contains(&attached.disk.serial) => log::warn!(
+                    "The guest still uses {:?}, which was taken from it: slot {} stays empty",
+                    attached.path,
+                    attached.slot
+                ),
+                Ok(_) => slots.table().free.push(attached.slot),
+                Err(HypervisorError::Ended(_)) => {}
+                Err(e) => log::warn!("Cannot detach the disk {:?}: {e}", attached.path),
+            }
+        }
+    }
+}
+
+impl Drop for Disks {
+    fn drop(&mut self) {
+        let Some(slots) = &self.slots else {
+            return;
+        };
+        for attached in &self.attached {
+            match detach(slots, attached) {
+                // The machine carries out one request after the other.
+                Ok(_) if !self.told => slots.table().free.push(attached.slot),
+                Ok(_) => {}
+                Err(e) => log::debug!("Cannot detach the disk {:?}: {e}", attached.path),
+            }
+        }
+    }
+}
+
+fn detach(slots: &Slots, attached: &Attached) -> Result<Sent, HypervisorError> {
+    slots.hypervisor.send(&Request::DetachDisk {
+        slot: attached.slot,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_run_out_with_a_sentence_and_come_back() {
+        let mut table = Table::new(2);
+        assert_eq!(table.take().unwrap(), (0, "cube-1".into()));
+        assert_eq!(table.take().unwrap(), (1, "cube-2".into()));
+        let error = table.take().unwrap_err().to_string();
+        assert!(
+            error.contains("spare_disks") && error.contains("2 in all"),
+            "{error}"
+        );
+        table.free.push(0);
+        // Never the serial number of another disk.
+        assert_eq!(table.take().unwrap(), (0, "cube-3".into()));
+    }
+
+    /// Notes each request and answers that it is done.
+    const STAND_IN: &str = r#"#!/usr/bin/perl
+open(my $control, "+<&=", $ARGV[1]) or die; open(my $log, ">", "log") or die;
+while (sysread($control, my $request, 65536)) {
+    syswrite($log, "$request\n");
+    syswrite($control, '{"reply":"done"}');
+}
+"#;
+
+    #[tokio::test]
+    async fn disks_go_into_free_slots_and_leave_them_when_the_guest_is_done_with_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("image");
+        File::create(&image).unwrap().set_len(4096).unwrap();
+        let disks = |accesses: &[bool]| {
+            let open = accesses
+                .iter()
+                .map(|ro| OpenDisk::open(&image, *ro).unwrap());
+            open.collect::<Vec<_>>()
+        };
+        let launch = crate::hypervisor::tests::script(dir.path(), STAND_IN);
+        let events = tokio::sync::mpsc::unbounded_channel().0;
+        let hypervisor = Arc::new(Hypervisor::spawn(launch, events).unwrap());
+        let slots = Arc::new(Slots::new(hypervisor, 2));
+
+        let mut both = Disks::attach(&slots, &disks(&[true, false])).unwrap();
+        both.ready().await.unwrap();
+        let told = both.of_guest(1).unwrap();
+        assert_eq!(
+            (&*told.serial, told.sectors, told.read_only),
+            ("cube-2", 8, false)
+        );
+        assert_eq!(both.of_guest(2), None);
+        // Too many: the slots stay as they are.
+        let error = Disks::attach(&slots, &disks(&[true])).err().unwrap();
+        assert!(matches!(error, DiskError::NoSlot(2)), "{error}");
+
+        // The guest still uses one of them, so its slot is not used again.
+        both.detach(&["cube-1".into()]).await;
+        let none = Disks::attach(&slots, &disks(&[true, true])).err().unwrap();
+        assert!(matches!(none, DiskError::NoSlot(2)), "{none}");
+        // What that attached before it failed the guest never knew of.
+        let mut last = Disks::attach(&slots, &disks(&[true])).unwrap();
+        last.ready().await.unwrap();
+        last.detach(&[]).await;
+
+        let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
+        let attach = |slot: u8, read_only: bool, serial: u8| {
+            format!(
+                r#"{{"attach_disk":{{"slot":{slot},"read_only":{read_only},"serial":"cube-{serial}"}}}}"#
+            )
+        };
+        let detach = |slot: u8| format!(r#"{{"detach_disk":{{"slot":{slot}}}}}"#);
+        let expected = [
+            attach(0, true, 1),
+            attach(1, false, 2),
+            detach(0),
+            detach(1),
+            attach(1, true, 3),
+            detach(1),
+            attach(1, true, 4),
+            detach(1),
+        ];
+        assert_eq!(log.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn a_machine_has_the_slots_that_its_first_container_needs_and_spare_ones_for_others() {
+        let slots = |needed, may_grow| slots_for(needed, may_grow, 4);
+        assert_eq!(slots(0, false).unwrap(), 0);
+        assert_eq!(slots(3, false).unwrap(), 3);
+        assert_eq!(slots(0, true).unwrap(), 4);
+        assert_eq!(slots(10, true).unwrap(), MAX_SLOTS);
+        for needed in [13, 300] {
+            let error = slots(needed, true).unwrap_err().to_string();
+            assert!(error.contains(&needed.to_string()), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_opened_as_it_is_to_be_used() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        File::create(&path).unwrap().set_len(8192).unwrap();
+        for read_only in [true, false] {
+            let disk = OpenDisk::open(&path, read_only).unwrap();
+            assert_eq!((disk.sectors, disk.read_only), (16, read_only));
+            let written = std::io::Write::write(&mut &disk.file, b"x");
+            assert_eq!(written.is_err(), read_only);
+        }
+    }
+
+    #[test]
+    fn what_is_no_disk_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        for path in [
+            &fifo,
+            dir.path(),
+            &dir.path().join("missing"),
+            Path::new("/dev/null"),
+        ] {
+            let error = OpenDisk::open(path, true).unwrap_err().to_string();
+            assert!(error.contains(path.to_str().unwrap()), "{error}");
+        }
+        let error = device_path(4095, 77, "/dev/data").unwrap_err().to_string();
+        assert!(
+            error.contains("4095:77") && error.contains("/dev/data"),
+            "{error}"
+        );
+    }
+}
