@@ -151,9 +151,7 @@ mod tests {
     fn a_slot_whose_disk_was_taken_out_takes_another() {
         let slots = spare_disk();
         for serial in ["first", "second"] {
-            slots
-                .attach_disk(0, false, serial, vec![image()])
-                .unwrap();
+            slots.attach_disk(0, false, serial, vec![image()]).unwrap();
             slots.detach_disk(0).unwrap();
         }
         let error = slots.detach_disk(0).unwrap_err().to_string();

@@ -161,6 +161,12 @@ impl Container {
         self
     }
 
+    /// On another snapshotter than containerd's own choice.
+    pub fn snapshotter(mut self, name: &str) -> Self {
+        self.snapshotter = Some(name.to_owned());
+        self
+    }
+
     /// With another option of `ctr run`.
     pub fn option(mut self, name: &str, value: &str) -> Self {
         self.options.extend([name.to_owned(), value.to_owned()]);

@@ -285,6 +285,138 @@ fn a_disk_is_attached_while_the_machine_runs() {
     assert!(fs::read(&path).unwrap() == bytes);
 }
 
+/// Attaches `file` to a slot and lets the guest look at the slot's device again, as the agent does.
+fn attach_and_bind(guest: &mut Shell, slot: u8, file: &File, read_only: bool) -> String {
+    let serial = format!("cube-{}", slot + 10);
+    let request = Request::AttachDisk {
+        slot,
+        read_only,
+        serial: serial.clone(),
+    };
+    guest.done(&request, &[file.as_fd()]);
+    let find = format!(
+        "for d in /sys/block/vd*; do [ \"$(cat $d/serial)\" = {serial} ] && basename $d; done"
+    );
+    let name = guest.ok(&format!("{find}; true"));
+    let driver = "/sys/bus/virtio/drivers/virtio_blk";
+    guest.ok(&format!(
+        "v=$(basename $(readlink /sys/block/{name}/device)); echo $v > {driver}/unbind && echo $v > {driver}/bind"
+    ));
+    // Bound on return, and the device asked.
+    let name = guest.ok(&format!("{find}; true"));
+    let size = file.metadata().unwrap().len() / 512;
+    assert_eq!(
+        guest.ok(&format!("cat /sys/block/{name}/size /sys/block/{name}/ro")),
+        format!("{size}\n{}", u8::from(read_only))
+    );
+    format!("/dev/{name}")
+}
+
+fn tool(program: &str, arguments: &[&str]) {
+    let ended = std::process::Command::new(program).args(arguments).output();
+    let ended = ended.unwrap();
+    let stderr = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert!(ended.status.success(), "{program}: {stderr}");
+}
+
+#[test]
+fn a_driver_that_is_bound_again_sees_each_disk_of_a_slot_as_it_is() {
+    if !has_kvm("disks in one slot") {
+        return;
+    }
+    let mut machine = Shell::config();
+    machine.spare_disks = 3;
+    let mut guest = Shell::boot(machine);
+    for (seed, read_only) in [(6, false), (7, true), (8, false)] {
+        // Of one size, so that nothing but the content and the access tells them apart.
+        let bytes = pattern(MIB, seed);
+        let (_dir, path) = image(&bytes);
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let node = attach_and_bind(&mut guest, 1, &file, read_only);
+        assert_eq!(
+            guest_sum(&mut guest, &format!("sha256sum {node}")),
+            host_sum(&bytes)
+        );
+        let write = format!("echo new | dd of={node} conv=notrunc,fsync 2>&1");
+        if read_only {
+            guest.fails(&write);
+        } else {
+            guest.ok(&write);
+        }
+        assert_eq!(fs::read(&path).unwrap() == bytes, read_only);
+        guest.done(&Request::DetachDisk { slot: 1 }, &[]);
+    }
+    guest.end();
+}
+
+#[test]
+fn layers_of_erofs_and_a_writable_one_of_ext4_are_an_overlay_in_the_guest() {
+    if !has_kvm("erofs") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    for (layer, file) in [("base", "below"), ("top", "above")] {
+        fs::create_dir(path(layer)).unwrap();
+        fs::write(path(&format!("{layer}/both")), layer).unwrap();
+        fs::write(path(&format!("{layer}/{file}")), pattern(20_000, 9)).unwrap();
+    }
+    // Metadata and data on two devices, as the erofs snapshotter merges layers.
+    let blobs = format!("--blobdev={}", path("base.blob"));
+    tool(
+        "mkfs.erofs",
+        &[
+            "--quiet",
+            "--chunksize=4096",
+            &blobs,
+            &path("base.img"),
+            &path("base"),
+        ],
+    );
+    tool("mkfs.erofs", &["--quiet", &path("top.img"), &path("top")]);
+    File::create(path("rw.img"))
+        .unwrap()
+        .set_len(16 << 20)
+        .unwrap();
+    tool("mkfs.ext4", &["-q", &path("rw.img")]);
+
+    let mut machine = Shell::config();
+    machine.spare_disks = 4;
+    let mut guest = Shell::boot(machine);
+    let attach = |guest: &mut Shell, slot, name: &str, read_only: bool| {
+        let file = File::options()
+            .read(true)
+            .write(!read_only)
+            .open(path(name))
+            .unwrap();
+        attach_and_bind(guest, slot, &file, read_only)
+    };
+    let rw = attach(&mut guest, 0, "rw.img", false);
+    let top = attach(&mut guest, 1, "top.img", true);
+    let base = attach(&mut guest, 2, "base.img", true);
+    let blob = attach(&mut guest, 3, "base.blob", true);
+    guest.ok("mkdir -p /mnt/0 /mnt/1 /mnt/2 /mnt/root");
+    guest.ok(&format!(
+        "mount -t ext4 {rw} /mnt/0 && mkdir /mnt/0/upper /mnt/0/work"
+    ));
+    guest.ok(&format!("mount -t erofs -o ro {top} /mnt/1"));
+    guest.ok(&format!("mount -t erofs -o ro,device={blob} {base} /mnt/2"));
+    guest.ok(
+        "mount -t overlay -o workdir=/mnt/0/work,upperdir=/mnt/0/upper,lowerdir=/mnt/1:/mnt/2 overlay /mnt/root",
+    );
+    assert_eq!(guest.ok("cat /mnt/root/both"), "top");
+    for file in ["above", "below"] {
+        assert_eq!(
+            guest_sum(&mut guest, &format!("sha256sum /mnt/root/{file}")),
+            host_sum(&pattern(20_000, 9))
+        );
+    }
+    guest.ok(
+        "echo new > /mnt/root/below && cat /mnt/0/upper/below && umount /mnt/root && umount /mnt/0",
+    );
+    guest.end();
+}
+
 /// A guest with eth0 up as 10.9.0.2, and the host's tap0 as 10.9.0.1.
 fn networked_guest() -> Shell {
     own_namespace();

@@ -305,9 +305,9 @@ fn a_detached_disk_is_closed_and_its_slot_takes_another() {
             INTERRUPT_CONFIG
         );
         assert_eq!(capacity(&driver.device()), 0);
-        let is_open = std::fs::read_dir("/proc/self/fd").unwrap().any(|fd| {
-            std::fs::read_link(fd.unwrap().path()).is_ok_and(|target| target == path)
-        });
+        let is_open = std::fs::read_dir("/proc/self/fd")
+            .unwrap()
+            .any(|fd| std::fs::read_link(fd.unwrap().path()).is_ok_and(|target| target == path));
         assert!(!is_open, "the disk is still open");
         let out = request(&mut driver, OUT, 1, &[(DATA, 512, false)]);
         assert_eq!(out, (IOERR, 1));
