@@ -191,6 +191,7 @@ fn status(error: ContainerError) -> ttrpc::Error {
         E::Rootfs(RootfsError::Outside(..) | RootfsError::Disk(DiskError::Unnamed)) => {
             Code::INVALID_ARGUMENT
         }
+        E::DisksInUse(..) => Code::ABORTED,
         E::Rootfs(_) | E::System(..) | E::Helper(_) | E::Stdio(_) | E::Cgroup(_) => Code::INTERNAL,
     };
     answer(code, chain(&error))

@@ -40,8 +40,8 @@ pub struct Config {
     pub default_memory_mib: u64,
     /// The most memory of a sandbox, in MiB; `None`: as much as the host has.
     pub max_memory_mib: Option<u64>,
-    /// Slots for disks of containers that join a sandbox later.
-    pub spare_disks: u8,
+    /// Slots for disks of containers that join a sandbox later; `None`: by what its first container has.
+    pub spare_disks: Option<u8>,
     /// Whether the layers of the erofs snapshotter go into the guest as disks.
     pub erofs_in_guest: bool,
     /// How long it may take until the agent is there.
@@ -203,13 +203,14 @@ impl Layer {
                 "64 or more, or 0",
             )?;
         }
-        let spare_disks = self.spare_disks.unwrap_or(4);
-        check(
-            spare_disks <= MAX_SLOTS,
-            "spare_disks",
-            spare_disks,
-            "from 0 to 12",
-        )?;
+        if let Some(spare_disks) = self.spare_disks {
+            check(
+                spare_disks <= MAX_SLOTS,
+                "spare_disks",
+                spare_disks,
+                "from 0 to 12",
+            )?;
+        }
         let boot_timeout_s = self.boot_timeout_s.unwrap_or(30);
         check(
             (1..=3600).contains(&boot_timeout_s),
@@ -239,7 +240,7 @@ impl Layer {
             max_vcpus: self.max_vcpus.filter(|&n| n > 0),
             default_memory_mib,
             max_memory_mib,
-            spare_disks,
+            spare_disks: self.spare_disks,
             erofs_in_guest: self.erofs_in_guest.unwrap_or(false),
             boot_timeout: Duration::from_secs(boot_timeout_s),
             log_level,
@@ -361,8 +362,12 @@ mod tests {
         let known: Vec<_> = error.split('`').skip(3).step_by(2).collect();
         assert!(known.len() >= 12, "{error}");
         for key in known {
+            // In a comment where the default is no value.
+            let text = format!("{key} = ");
             assert!(
-                SHIPPED.lines().any(|l| l.starts_with(&format!("{key} = "))),
+                SHIPPED
+                    .lines()
+                    .any(|l| l.trim_start_matches("# ").starts_with(&text)),
                 "{key} is not documented"
             );
         }

@@ -54,7 +54,7 @@ pub enum DiskError {
     TooMany(usize),
     /// The slots are used up.
     #[error(
-        "The sandbox's VM has no slot left for a disk ({0} in all, each used until its container is deleted): raise spare_disks, at most {MAX_SLOTS}, for new sandboxes"
+        "The sandbox's VM has no slot left for a disk ({0} in all, each used until its container is deleted): set spare_disks higher, at most {MAX_SLOTS}, for new sandboxes"
     )]
     NoSlot(u8),
     /// The hypervisor refused.
@@ -180,14 +180,24 @@ impl Table {
     }
 }
 
-/// How many slots a machine gets whose first container has so many disks.
-pub fn slots_for(needed: usize, may_grow: bool, spare: u8) -> Result<u8, DiskError> {
+/// How many slots a machine gets for others where nothing is said, and its first container has disks itself.
+const SPARE: u8 = 4;
+
+/// How many slots a machine gets whose first container has so many disks. Where nothing is said of `spare` ones, there are
+/// some only if that one has disks: what its sandbox's others have is mostly of the same snapshotter, and an empty
+/// slot costs the guest's boot something (`docs/SPECIFICATION.md`).
+pub fn slots_for(needed: usize, may_grow: bool, spare: Option<u8>) -> Result<u8, DiskError> {
     let count = u8::try_from(needed)
         .ok()
         .filter(|n| *n <= MAX_SLOTS)
         .ok_or(DiskError::TooMany(needed))?;
     // Nothing can join a sandbox that is one container's own.
-    let spare = if may_grow { spare } else { 0 };
+    let spare = match (may_grow, spare) {
+        (false, _) => 0,
+        (true, Some(spare)) => spare,
+        (true, None) if count > 0 => SPARE,
+        (true, None) => 0,
+    };
     Ok(count.saturating_add(spare).min(MAX_SLOTS))
 }
 
@@ -425,7 +435,7 @@ while (sysread($control, my $request, 65536)) {
 
     #[test]
     fn a_machine_has_the_slots_that_its_first_container_needs_and_spare_ones_for_others() {
-        let slots = |needed, may_grow| slots_for(needed, may_grow, 4);
+        let slots = |needed, may_grow| slots_for(needed, may_grow, Some(4));
         assert_eq!(slots(0, false).unwrap(), 0);
         assert_eq!(slots(3, false).unwrap(), 3);
         assert_eq!(slots(0, true).unwrap(), 4);
@@ -434,6 +444,12 @@ while (sysread($control, my $request, 65536)) {
             let error = slots(needed, true).unwrap_err().to_string();
             assert!(error.contains(&needed.to_string()), "{error}");
         }
+
+        // Nothing is said: who has no disks pays for none.
+        assert_eq!(slots_for(0, true, None).unwrap(), 0);
+        assert_eq!(slots_for(1, true, None).unwrap(), 5);
+        assert_eq!(slots_for(1, false, None).unwrap(), 1);
+        assert_eq!(slots_for(1, true, Some(0)).unwrap(), 1);
     }
 
     #[test]

@@ -73,7 +73,7 @@ mod tests {
             max_vcpus: Some(8),
             default_memory_mib: 256,
             max_memory_mib: Some(4096),
-            spare_disks: 0,
+            spare_disks: None,
             erofs_in_guest: false,
             boot_timeout: Duration::from_secs(30),
             log_level: log::LevelFilter::Warn,

@@ -54,11 +54,18 @@ impl TaskError {
                 ..
             } => match status.code() {
                 // runc's shim has no code for what the runtime refuses, and clients append its name.
-                Code::INVALID_ARGUMENT | Code::INTERNAL => Code::UNKNOWN,
+                Code::INVALID_ARGUMENT | Code::INTERNAL | Code::ABORTED => Code::UNKNOWN,
                 code => code,
             },
             Self::Guest { .. } | Self::Host(_) => Code::UNKNOWN,
         }
+    }
+}
+
+impl TaskError {
+    /// Whether a create failed in the guest, and disks that it was given are still in use there.
+    pub fn leaves_disks_in_use(&self) -> bool {
+        matches!(self, Self::Guest { source: GuestError::Refused(status), .. } if status.code() == Code::ABORTED)
     }
 }
 
@@ -74,5 +81,25 @@ impl From<GuestError> for TaskError {
 impl From<TaskError> for ttrpc::Error {
     fn from(error: TaskError) -> Self {
         ttrpc::Error::RpcStatus(ttrpc::get_status(error.code(), error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_create_that_leaves_disks_in_use_is_told_from_others_and_is_no_code_of_its_own_for_containerd()
+     {
+        let refused = |code| TaskError::Guest {
+            context: "OCI runtime create failed: ",
+            source: GuestError::Refused(ttrpc::get_status(code, "why")),
+        };
+        for (code, in_use) in [(Code::ABORTED, true), (Code::INTERNAL, false)] {
+            let error = refused(code);
+            assert_eq!(error.leaves_disks_in_use(), in_use);
+            assert_eq!(error.code(), Code::UNKNOWN);
+            assert_eq!(error.to_string(), "OCI runtime create failed: why");
+        }
     }
 }

@@ -77,6 +77,9 @@ pub enum ContainerError {
     /// The root file system could not be mounted, or a disk not found.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
+    /// A create failed, and what it had mounted is still in use.
+    #[error("The disks {0:?} stay in use after a failed create")]
+    DisksInUse(Vec<String>, #[source] Box<ContainerError>),
 }
 
 type Result<T> = std::result::Result<T, ContainerError>;
@@ -120,9 +123,12 @@ impl Containers {
             Ok(pid) => Ok(pid),
             Err(error) => {
                 container.clean_up().await;
-                container.unmount().await;
+                let in_use = container.unmount().await;
                 self.forget(&container);
-                Err(error)
+                Err(match in_use.is_empty() {
+                    true => error,
+                    false => ContainerError::DisksInUse(in_use, Box::new(error)),
+                })
             }
         }
     }

@@ -32,11 +32,22 @@ impl Tasks {
             Ok(()) => self.create_in_guest(new, guest, &mut disks).await,
             Err(e) => Err(TaskError::host(format!("OCI runtime create failed: {e}"))),
         };
-        if created.is_err() {
+        match &created {
+            Ok(_) => {}
+            // Dropped, they leave their slots taken.
+            Err(error) if error.leaves_disks_in_use() => drop(disks),
             // What the guest has mounted of them it has unmounted before it said so.
-            disks.detach(&[]).await;
+            Err(_) => disks.detach(&[]).await,
         }
         created
+    }
+
+    /// Deletes what the guest has made, when the create fails afterwards, and takes out its disks.
+    async fn take_back(&self, id: &str, guest: &Guest, mut disks: Disks) -> Result<(), TaskError> {
+        // Without an answer nobody knows whether the guest is done with the disks: dropped, they leave their slots taken.
+        let (_, in_use) = self.delete_in_guest(id, "", guest).await?;
+        disks.detach(&in_use).await;
+        Ok(())
     }
 
     async fn create_in_guest(
@@ -69,7 +80,15 @@ impl Tasks {
             .call(|agent| agent.create_container(Context::default(), &request))
             .await
             .map_err(failed)?;
-        let streams = guest.accept_streams(offered).await.map_err(failed)?;
+        let streams = match guest.accept_streams(offered).await {
+            Ok(streams) => streams,
+            Err(error) => {
+                if let Err(error) = self.take_back(&id, &guest, std::mem::take(disks)).await {
+                    log::warn!("Cannot delete {id}, whose create failed: {error}");
+                }
+                return Err(failed(error));
+            }
+        };
         let relays = Relays::start(host, streams);
 
         let pid = guest.pid;
@@ -82,7 +101,7 @@ impl Tasks {
             created.pid,
             self.publisher.clone(),
         );
-        let entry = Entry {
+        let mut entry = Entry {
             container,
             guest,
             hooks: new.hooks,
@@ -92,7 +111,8 @@ impl Tasks {
         let mut table = self.lock();
         if *new.reservation.unwanted.borrow() {
             drop(table);
-            self.delete_in_guest(&id, "", &entry.guest).await?;
+            let disks = std::mem::take(&mut entry.disks);
+            self.take_back(&id, &entry.guest, disks).await?;
             return Err(given_up());
         }
         table.entries.insert(id.clone(), entry);
