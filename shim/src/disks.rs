@@ -185,7 +185,7 @@ const SPARE: u8 = 4;
 
 /// How many slots a machine gets whose first container has so many disks. Where nothing is said of `spare` ones, there are
 /// some only if that one has disks: what its sandbox's others have is mostly of the same snapshotter, and an empty
-/// slot costs the guest's boot something (`docs/SPECIFICATION.md`).
+/// slot is one more device that the guest's kernel probes when it boots.
 pub fn slots_for(needed: usize, may_grow: bool, spare: Option<u8>) -> Result<u8, DiskError> {
     let count = u8::try_from(needed)
         .ok()
