@@ -117,7 +117,15 @@ impl Control {
                 read_only,
                 serial,
             } => done(self.slots.attach_disk(slot, read_only, &serial, fds)),
-            Request::DetachDisk { slot } => done(self.slots.detach_disk(slot)),
+            Request::DetachDisk { slot } => {
+                let socket = Arc::clone(&self.socket);
+                let closed = move || {
+                    let event = FromHypervisor::Event(Event::DiskClosed { slot });
+                    // An owner that is gone needs no answer.
+                    let _ = send(&*socket, &event, &[]);
+                };
+                done(self.slots.detach_disk(slot, closed))
+            }
             Request::AttachNetwork { slot } => done(self.slots.attach_network(slot, fds)),
         }
     }

@@ -73,11 +73,15 @@ impl Slots {
         Ok(device.attach(disk, serial)?)
     }
 
-    /// Takes the disk out of `slot`.
-    pub fn detach_disk(&self, slot: u8) -> Result<(), SlotError> {
+    /// Takes the disk out of `slot`; calls `closed` when it is closed, from another thread.
+    pub fn detach_disk(
+        &self,
+        slot: u8,
+        closed: impl FnOnce() + Send + 'static,
+    ) -> Result<(), SlotError> {
         let device = self.disk(slot)?;
         let mut device = device.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(device.detach()?)
+        Ok(device.detach(closed)?)
     }
 
     fn disk(&self, slot: u8) -> Result<&Mutex<Block>, SlotError> {
@@ -152,11 +156,11 @@ mod tests {
         let slots = spare_disk();
         for serial in ["first", "second"] {
             slots.attach_disk(0, false, serial, vec![image()]).unwrap();
-            slots.detach_disk(0).unwrap();
+            slots.detach_disk(0, || {}).unwrap();
         }
-        let error = slots.detach_disk(0).unwrap_err().to_string();
+        let error = slots.detach_disk(0, || {}).unwrap_err().to_string();
         assert_eq!(error, "The slot has no disk");
-        let error = slots.detach_disk(1).unwrap_err();
+        let error = slots.detach_disk(1, || {}).unwrap_err();
         assert!(matches!(error, SlotError::NoSlot { .. }), "{error}");
     }
 

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cube_agent_protocol::agent;
 use cube_hypervisor_api::control::Request;
+use tokio::sync::oneshot;
 
 use crate::hypervisor::{Hypervisor, HypervisorError, Sent};
 
@@ -49,6 +50,9 @@ pub enum DiskError {
         /// The container's path for it.
         path: String,
     },
+    /// It has no whole sectors.
+    #[error("The disk {0:?} has {1} bytes, which is not a multiple of {SECTOR} above 0")]
+    Size(PathBuf, u64),
     /// More disks than any machine has.
     #[error("The container needs {0} disks, a VM has at most {MAX_SLOTS}")]
     TooMany(usize),
@@ -104,12 +108,46 @@ impl OpenDisk {
         } else {
             return Err(DiskError::Kind(path.to_owned()));
         };
+        if size == 0 || !size.is_multiple_of(SECTOR) {
+            return Err(DiskError::Size(path.to_owned(), size));
+        }
         Ok(Self {
             path: path.to_owned(),
             file,
             sectors: size / SECTOR,
             read_only,
         })
+    }
+
+    /// Opens the host's block device with these numbers, which the container calls `called`.
+    pub fn device(
+        major: i64,
+        minor: i64,
+        called: &str,
+        read_only: bool,
+    ) -> Result<Self, DiskError> {
+        let path = device_path(major, minor, called)?;
+        let disk = Self::open(&path, read_only)?;
+        // The path may have got another device meanwhile.
+        let metadata = disk.file.metadata().map_err(|e| DiskError::Open(path, e))?;
+        match is_device(&metadata, major, minor) {
+            true => Ok(disk),
+            false => Err(no_device(major, minor, called)),
+        }
+    }
+}
+
+fn is_device(metadata: &std::fs::Metadata, major: i64, minor: i64) -> bool {
+    metadata.file_type().is_block_device()
+        && i64::from(libc::major(metadata.rdev())) == major
+        && i64::from(libc::minor(metadata.rdev())) == minor
+}
+
+fn no_device(major: i64, minor: i64, called: &str) -> DiskError {
+    DiskError::NoDevice {
+        major,
+        minor,
+        path: called.to_owned(),
     }
 }
 
@@ -121,37 +159,27 @@ fn size_of_device(file: &File) -> io::Result<u64> {
 }
 
 /// A block device by its numbers: a path of the host, whatever it is called there.
-pub fn device_path(major: i64, minor: i64, called: &str) -> Result<PathBuf, DiskError> {
+fn device_path(major: i64, minor: i64, called: &str) -> Result<PathBuf, DiskError> {
     let number = format!("{major}:{minor}");
     let by_kernel = std::fs::read_to_string(format!("/sys/dev/block/{number}/uevent"))
         .unwrap_or_default()
         .lines()
         .find_map(|line| line.strip_prefix("DEVNAME="))
         .map(|name| Path::new("/dev").join(name));
-    let is_it = |path: &PathBuf| {
-        std::fs::metadata(path).is_ok_and(|m| {
-            m.file_type().is_block_device()
-                && i64::from(libc::major(m.rdev())) == major
-                && i64::from(libc::minor(m.rdev())) == minor
-        })
-    };
+    let is_it = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|m| is_device(&m, major, minor));
     let places = [
         by_kernel,
         Some(Path::new("/dev/block").join(&number)),
         Some(called.into()),
     ];
     let found = places.into_iter().flatten().find(is_it);
-    found.ok_or_else(|| DiskError::NoDevice {
-        major,
-        minor,
-        path: called.to_owned(),
-    })
+    found.ok_or_else(|| no_device(major, minor, called))
 }
 
 /// The slots of a running machine.
 pub struct Slots {
     hypervisor: Arc<Hypervisor>,
-    table: Mutex<Table>,
+    table: Arc<Mutex<Table>>,
 }
 
 /// Which slots are free.
@@ -170,6 +198,14 @@ impl Table {
             free: (0..count).rev().collect(),
             count,
             serials: 0,
+        }
+    }
+
+    /// Whether there are so many free ones.
+    fn must_have(&self, wanted: usize) -> Result<(), DiskError> {
+        match self.free.len() >= wanted {
+            true => Ok(()),
+            false => Err(DiskError::NoSlot(self.count)),
         }
     }
 
@@ -206,12 +242,31 @@ impl Slots {
     pub fn new(hypervisor: Arc<Hypervisor>, count: u8) -> Self {
         Self {
             hypervisor,
-            table: Mutex::new(Table::new(count)),
+            table: Arc::new(Mutex::new(Table::new(count))),
         }
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
+    }
+
+    /// Asks the machine to give a disk back. Its slot is free when it is closed, unless the guest is not done with it.
+    fn detach(
+        &self,
+        attached: &Attached,
+        in_use: bool,
+    ) -> Result<(Sent, oneshot::Receiver<()>), HypervisorError> {
+        let (tell, closed) = oneshot::channel();
+        let (table, slot) = (self.table.clone(), attached.slot);
+        let on_closed = move || {
+            if !in_use {
+                lock(&table).free.push(slot);
+            }
+            // Nobody need wait for it.
+            let _ = tell.send(());
+        };
+        let sent = self.hypervisor.detach_disk(slot, on_closed)?;
+        Ok((sent, closed))
     }
 
     /// Asks the machine to take a disk; [`Disks::ready`] waits for the answer.
@@ -261,6 +316,7 @@ pub struct Disks {
 impl Disks {
     /// Attaches disks in this order.
     pub fn attach(slots: &Arc<Slots>, disks: &[OpenDisk]) -> Result<Self, DiskError> {
+        slots.table().must_have(disks.len())?;
         let mut attached = Self {
             slots: Some(slots.clone()),
             attached: Vec::with_capacity(disks.len()),
@@ -296,7 +352,7 @@ impl Disks {
     }
 
     /// Takes them out of the machine, and frees their slots but for those that the guest still uses: `in_use`
-    /// are their serial numbers. On return the host has closed them.
+    /// are their serial numbers. On return the host has closed them, for which it takes its time.
     pub async fn detach(&mut self, in_use: &[String]) {
         let Some(slots) = &self.slots else {
             return;
@@ -305,22 +361,33 @@ impl Disks {
         let asked: Vec<_> = self
             .attached
             .drain(..)
-            .map(|a| (detach(slots, &a), a))
+            .map(|attached| {
+                let in_use = in_use.contains(&attached.disk.serial);
+                if in_use {
+                    log::warn!(
+                        "The guest still uses {:?}, which is taken from it: slot {} stays empty",
+                        attached.path,
+                        attached.slot
+                    );
+                }
+                (slots.detach(&attached, in_use), attached.path)
+            })
             .collect();
-        for (sent, attached) in asked {
-            let answer = match sent {
-                Ok(sent) => slots.hypervisor.answer(sent).await,
+        for (asked, path) in asked {
+            let done = match asked {
+                Ok((sent, closed)) => match slots.hypervisor.answer(sent).await {
+                    Ok(_) => {
+                        // The machine's end is the end of this as well.
+                        let _ = closed.await;
+                        Ok(())
+                    }
+                    Err(e) => Err(e),
+                },
                 Err(e) => Err(e),
             };
-            match answer {
-                Ok(_) if in_use.contains(&attached.disk.serial) => log::warn!(
-                    "The guest still uses {:?}, which was taken from it: slot {} stays empty",
-                    attached.path,
-                    attached.slot
-                ),
-                Ok(_) => slots.table().free.push(attached.slot),
-                Err(HypervisorError::Ended(_)) => {}
-                Err(e) => log::warn!("Cannot detach the disk {:?}: {e}", attached.path),
+            match done {
+                Ok(()) | Err(HypervisorError::Ended(_)) => {}
+                Err(e) => log::warn!("Cannot detach the disk {path:?}: {e}"),
             }
         }
     }
@@ -332,20 +399,16 @@ impl Drop for Disks {
             return;
         };
         for attached in &self.attached {
-            match detach(slots, attached) {
-                // The machine carries out one request after the other.
-                Ok(_) if !self.told => slots.table().free.push(attached.slot),
-                Ok(_) => {}
-                Err(e) => log::debug!("Cannot detach the disk {:?}: {e}", attached.path),
+            // The machine carries out one request after the other, so this one comes after the attaching.
+            if let Err(e) = slots.detach(attached, self.told) {
+                log::debug!("Cannot detach the disk {:?}: {e}", attached.path);
             }
         }
     }
 }
 
-fn detach(slots: &Slots, attached: &Attached) -> Result<Sent, HypervisorError> {
-    slots.hypervisor.send(&Request::DetachDisk {
-        slot: attached.slot,
-    })
+fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -373,6 +436,7 @@ open(my $control, "+<&=", $ARGV[1]) or die; open(my $log, ">", "log") or die;
 while (sysread($control, my $request, 65536)) {
     syswrite($log, "$request\n");
     syswrite($control, '{"reply":"done"}');
+    syswrite($control, '{"event":{"disk_closed":{"slot":' . $1 . '}}}') if $request =~ /detach.*:(\d+)/;
 }
 "#;
 
@@ -408,10 +472,18 @@ while (sysread($control, my $request, 65536)) {
         both.detach(&["cube-1".into()]).await;
         let none = Disks::attach(&slots, &disks(&[true, true])).err().unwrap();
         assert!(matches!(none, DiskError::NoSlot(2)), "{none}");
-        // What that attached before it failed the guest never knew of.
         let mut last = Disks::attach(&slots, &disks(&[true])).unwrap();
         last.ready().await.unwrap();
         last.detach(&[]).await;
+
+        // What the guest was never told of gives its slot back, even if nobody waits for it.
+        drop(Disks::attach(&slots, &disks(&[true])).unwrap());
+        slots.hypervisor.request(&Request::Console).await.unwrap();
+        let told = Disks::attach(&slots, &disks(&[true]));
+        told.unwrap().ready().await.unwrap();
+        slots.hypervisor.request(&Request::Console).await.unwrap();
+        let none = Disks::attach(&slots, &disks(&[true])).err().unwrap();
+        assert!(matches!(none, DiskError::NoSlot(2)), "{none}");
 
         let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
         let attach = |slot: u8, read_only: bool, serial: u8| {
@@ -429,6 +501,10 @@ while (sysread($control, my $request, 65536)) {
             detach(1),
             attach(1, true, 4),
             detach(1),
+            "\"console\"".into(),
+            attach(1, true, 5),
+            detach(1),
+            "\"console\"".into(),
         ];
         assert_eq!(log.lines().collect::<Vec<_>>(), expected);
     }
@@ -478,6 +554,12 @@ while (sysread($control, my $request, 65536)) {
         ] {
             let error = OpenDisk::open(path, true).unwrap_err().to_string();
             assert!(error.contains(path.to_str().unwrap()), "{error}");
+        }
+        let odd = dir.path().join("odd");
+        for size in [0, 511, 513] {
+            File::create(&odd).unwrap().set_len(size).unwrap();
+            let error = OpenDisk::open(&odd, true).unwrap_err().to_string();
+            assert!(error.contains(&format!("has {size} bytes")), "{error}");
         }
         let error = device_path(4095, 77, "/dev/data").unwrap_err().to_string();
         assert!(

@@ -1,6 +1,6 @@
 //! The hypervisor process of a sandbox: how it is started, spoken to, and watched.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -113,11 +113,20 @@ struct Control {
     socket: AsyncFd<OwnedFd>,
     /// Who waits for the next replies, in the order of the requests.
     waiting: Mutex<VecDeque<oneshot::Sender<Reply>>>,
+    /// What is to be done when the disk of a slot is closed.
+    closing: Mutex<HashMap<u8, OnClosed>>,
 }
+
+/// Done when a detached disk is closed.
+type OnClosed = Box<dyn FnOnce() + Send>;
 
 impl Control {
     fn waiting(&self) -> MutexGuard<'_, VecDeque<oneshot::Sender<Reply>>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn closing(&self) -> MutexGuard<'_, HashMap<u8, OnClosed>> {
+        self.closing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -146,6 +155,7 @@ impl Hypervisor {
             let control = Arc::new(Control {
                 socket: readable(ours)?,
                 waiting: Mutex::default(),
+                closing: Mutex::default(),
             });
             let exit = readable(handle.try_clone()?)?;
             let stderr = child.stderr.take().map(log_stderr).transpose()?;
@@ -215,6 +225,21 @@ impl Hypervisor {
             Err(e) => return Err(HypervisorError::Send(e)),
         }
         Ok(Sent(reply))
+    }
+
+    /// Asks for the disk to be taken out of a slot. When the hypervisor has closed it, `closed` is called; it is dropped
+    /// without if the disk is not detached, or the machine ends.
+    pub fn detach_disk(
+        &self,
+        slot: u8,
+        closed: impl FnOnce() + Send + 'static,
+    ) -> Result<Sent, HypervisorError> {
+        self.control.closing().insert(slot, Box::new(closed));
+        let sent = self.send(&Request::DetachDisk { slot });
+        if sent.is_err() {
+            self.control.closing().remove(&slot);
+        }
+        sent
     }
 
     /// Waits for the answer to a request.
@@ -434,6 +459,7 @@ async fn watch_process(
     end.send_replace(Some(Arc::new(ended)));
     // After the end is known: a request that finds its answer missing looks there.
     control.waiting().clear();
+    control.closing().clear();
 }
 
 /// Takes all packets that are there.
@@ -453,6 +479,12 @@ fn read_packets(
                 message, console, ..
             }) => {
                 *said = Some(Ended { message, console });
+            }
+            FromHypervisor::Event(Event::DiskClosed { slot }) => {
+                let closed = control.closing().remove(&slot);
+                if let Some(closed) = closed {
+                    closed();
+                }
             }
             FromHypervisor::Event(event) => {
                 let _ = events.send(event);

@@ -15,7 +15,7 @@ use tokio::sync::{Mutex, Notify, watch};
 
 use crate::bootstrap::check_name;
 use crate::config::Config;
-use crate::disks::{DiskError, Disks, OpenDisk, Slots, device_path, slots_for};
+use crate::disks::{DiskError, Disks, OpenDisk, Slots, slots_for};
 use crate::hooks::Hooks;
 use crate::machine::{Booting, Machine, drop_caches};
 use crate::mount::{self, Mount};
@@ -133,8 +133,27 @@ impl Sandbox {
         };
         let unwanted = reservation.unwanted();
         // While the guest boots.
-        let disks = wanted.attach(&slots).map_err(create_failed)?;
-        let new = prepare(reservation, &request, &spec, &hooks, &shared, wanted, disks)?;
+        let mut disks = wanted.attach(&slots).map_err(create_failed)?;
+        let prepared = prepare(
+            reservation,
+            &request,
+            &spec,
+            &hooks,
+            &shared,
+            &wanted,
+            &disks,
+        );
+        let mut new = match prepared {
+            Ok(new) => new,
+            Err(error) => {
+                // A machine that boots for nobody else ends with this; in one that goes on the slots are free on return.
+                if booting.is_none() {
+                    disks.detach(&[]).await;
+                }
+                return Err(error);
+            }
+        };
+        new.disks = disks;
         log::debug!(
             "The root file system and volumes of {} are mounted",
             request.id
@@ -285,8 +304,12 @@ impl Wanted {
             }
         }
         for device in &self.devices {
-            let path = device_path(device.major, device.minor, &device.path)?;
-            open.push(OpenDisk::open(&path, device.read_only)?);
+            open.push(OpenDisk::device(
+                device.major,
+                device.minor,
+                &device.path,
+                device.read_only,
+            )?);
         }
         Disks::attach(slots, &open)
     }
@@ -345,8 +368,8 @@ fn prepare(
     spec: &Spec,
     hooks: &Arc<Hooks>,
     shared: &Path,
-    wanted: Wanted,
-    disks: Disks,
+    wanted: &Wanted,
+    disks: &Disks,
 ) -> Result<NewContainer, TaskError> {
     let id = reservation.id().to_owned();
     let bundle = PathBuf::from(&request.bundle);
@@ -359,7 +382,7 @@ fn prepare(
     let mut undo = Undo::new();
     let volumes = shared.join(VOLUMES).join(&id);
     make_directory(&volumes, &mut undo, state::remove_volumes)?;
-    let (mounts, block_devices) = wanted.of_guest(&disks);
+    let (mounts, block_devices) = wanted.of_guest(disks);
     // A snapshot is the container's alone; a directory of the host is not.
     let (rootfs, rootfs_in_guest) = match &wanted.rootfs {
         Rootfs::Guest(rootfs) => (None, rootfs.root.clone()),
@@ -398,7 +421,7 @@ fn prepare(
         rootfs: rootfs_in_guest,
         rootfs_mounts: mounts,
         block_devices,
-        disks,
+        disks: Disks::default(),
         uris: Uris {
             stdin: request.stdin.clone(),
             stdout: request.stdout.clone(),

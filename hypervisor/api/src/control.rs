@@ -42,8 +42,9 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "String::is_empty")]
         serial: String,
     },
-    /// Take the disk out of `slot`, which is spare again, and close its descriptor. The guest's requests that
-    /// are under way end first; what it asks for later fails.
+    /// Take the disk out of `slot`: what the guest asks for from now on fails. Its requests that are under way end
+    /// first, for however long the host lets them wait, then the descriptor is closed, the slot is spare again, and
+    /// [`Event::DiskClosed`] says so.
     DetachDisk {
         /// The slot, from 0.
         slot: u8,
@@ -95,6 +96,11 @@ pub enum Event {
         tag: String,
         /// Inodes held now.
         inodes: u64,
+    },
+    /// A disk that was detached is closed.
+    DiskClosed {
+        /// The slot that it was in.
+        slot: u8,
     },
 }
 

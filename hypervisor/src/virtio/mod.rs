@@ -76,6 +76,12 @@ pub trait VirtioDevice: MutEventSubscriber + Send {
     /// The driver resets the device: give up queues and requests. Backends stay.
     fn reset(&mut self);
 
+    /// What the reset has left under way and the driver has to wait for, since it would write to memory that the
+    /// guest uses otherwise by then. Waited for without the device's lock.
+    fn under_way(&mut self) -> Option<UnderWay> {
+        None
+    }
+
     /// The queues' present state, for a snapshot; empty while the device is not active. The
     /// machine is paused, and a device with a worker of its own has it paused on return.
     fn queue_states(&self) -> Vec<QueueState>;
@@ -83,6 +89,9 @@ pub trait VirtioDevice: MutEventSubscriber + Send {
     /// The machine goes on after [`queue_states`](Self::queue_states): a worker that was paused may start again.
     fn resume(&mut self) {}
 }
+
+/// Waits for requests that are under way.
+pub type UnderWay = Box<dyn FnOnce() + Send>;
 
 /// What an active device works with.
 pub struct Activation {

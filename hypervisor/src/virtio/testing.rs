@@ -90,7 +90,14 @@ impl<D: VirtioDevice> Driver<D> {
 
     /// Resets the device and sets it up anew, as a driver does that is loaded again.
     pub fn start_over(&mut self) {
-        self.device().reset();
+        let under_way = {
+            let mut device = self.device();
+            device.reset();
+            device.under_way()
+        };
+        if let Some(wait) = under_way {
+            wait();
+        }
         for index in 0..self.queues.len() {
             self.queues[index] = DriverQueue::default();
             self.write(rings(index).0, &[0; 0x1000]);

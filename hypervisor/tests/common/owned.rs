@@ -66,7 +66,7 @@ impl Owned {
     /// Asks for something.
     pub fn ask(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Reply {
         send(self.socket(), request, fds).unwrap();
-        match receive(self.socket()).unwrap().unwrap().0 {
+        match self.packet() {
             FromHypervisor::Reply(reply) => reply,
             FromHypervisor::Event(event) => panic!("{event:?} and no reply"),
         }
@@ -76,6 +76,25 @@ impl Owned {
     #[track_caller]
     pub fn done(&self, request: &Request, fds: &[BorrowedFd<'_>]) {
         assert_eq!(self.ask(request, fds), Reply::Done);
+    }
+
+    /// Takes the disk out of `slot` and waits until it is closed.
+    #[track_caller]
+    pub fn detach(&self, slot: u8) {
+        send(self.socket(), &Request::DetachDisk { slot }, &[]).unwrap();
+        // The disk may be closed before the request is answered.
+        let mut packets = [self.packet(), self.packet()];
+        packets.sort_by_key(|packet| matches!(packet, FromHypervisor::Event(_)));
+        let expected = [
+            FromHypervisor::Reply(Reply::Done),
+            FromHypervisor::Event(Event::DiskClosed { slot }),
+        ];
+        assert_eq!(packets, expected);
+    }
+
+    /// Waits for the next thing that the hypervisor says.
+    pub fn packet(&self) -> FromHypervisor {
+        receive(self.socket()).unwrap().unwrap().0
     }
 
     /// Waits until the guest has written `text` to a console that goes to standard output.

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-use cube_hypervisor_api::control::{Reply, Request};
+use cube_hypervisor_api::control::{Event, FromHypervisor, Reply, Request};
 use cube_hypervisor_api::{ExitStatus as End, VmConfig};
 use serde_json::json;
 
@@ -102,6 +102,20 @@ impl Shell {
     /// Asks the hypervisor for something.
     pub fn ask(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Reply {
         self.machine.ask(request, fds)
+    }
+
+    /// Takes the disk out of `slot` and waits until it is closed.
+    #[track_caller]
+    pub fn detach(&self, slot: u8) {
+        self.machine.detach(slot);
+    }
+
+    /// Waits for what the hypervisor says unasked.
+    pub fn event(&self) -> Event {
+        match self.machine.packet() {
+            FromHypervisor::Event(event) => event,
+            reply => panic!("{reply:?} to no request"),
+        }
     }
 
     /// Runs a command line in the guest: what it printed, and its status.

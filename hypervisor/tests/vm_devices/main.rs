@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cube_hypervisor_api::config::{DiskConfig, NetworkConfig};
-use cube_hypervisor_api::control::{Reply, Request};
+use cube_hypervisor_api::control::{Event, Reply, Request};
 use tempfile::TempDir;
 
 use common::{Shell, has_kvm, hypervisor};
@@ -264,7 +264,7 @@ fn a_disk_is_attached_while_the_machine_runs() {
     guest.fails("dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync 2>&1");
 
     // Out of the slot, and another into it: what the guest reads then is the other's.
-    guest.done(&Request::DetachDisk { slot: 1 }, &[]);
+    guest.detach(1);
     guest.wait_for("[ $(cat /sys/block/vdb/size) = 0 ]");
     guest.fails("dd if=/dev/vdb of=/dev/null bs=512 count=1 2>&1");
     let other = pattern(MIB, 5);
@@ -344,8 +344,101 @@ fn a_driver_that_is_bound_again_sees_each_disk_of_a_slot_as_it_is() {
             guest.ok(&write);
         }
         assert_eq!(fs::read(&path).unwrap() == bytes, read_only);
-        guest.done(&Request::DetachDisk { slot: 1 }, &[]);
+        guest.detach(1);
     }
+    guest.end();
+}
+
+/// A file system in a file, mounted, that can be told to let all writers wait.
+struct Freezer {
+    dir: TempDir,
+    frozen: bool,
+}
+
+impl Freezer {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("image");
+        File::create(&image).unwrap().set_len(16 << 20).unwrap();
+        fs::create_dir(dir.path().join("mnt")).unwrap();
+        tool("mkfs.ext4", &["-q", image.to_str().unwrap()]);
+        let freezer = Self { dir, frozen: false };
+        tool(
+            "mount",
+            &["-o", "loop", image.to_str().unwrap(), &freezer.target()],
+        );
+        freezer
+    }
+
+    fn target(&self) -> String {
+        self.dir.path().join("mnt").to_str().unwrap().to_owned()
+    }
+
+    fn freeze(&mut self, frozen: bool) {
+        let how = if frozen { "--freeze" } else { "--unfreeze" };
+        tool("fsfreeze", &[how, &self.target()]);
+        self.frozen = frozen;
+    }
+}
+
+impl Drop for Freezer {
+    fn drop(&mut self) {
+        let command = |program: &str, arguments: &[&str]| {
+            let _ = std::process::Command::new(program).args(arguments).status();
+        };
+        if self.frozen {
+            command("fsfreeze", &["--unfreeze", &self.target()]);
+        }
+        command("umount", &["--lazy", &self.target()]);
+    }
+}
+
+#[test]
+fn a_disk_that_does_not_answer_holds_up_neither_the_owner_nor_other_devices() {
+    if !has_kvm("a disk that does not answer") {
+        return;
+    }
+    let mut freezer = Freezer::new();
+    let path = Path::new(&freezer.target()).join("disk");
+    fs::write(&path, vec![0; MIB]).unwrap();
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    file.sync_all().unwrap();
+    let mut machine = Shell::config();
+    machine.spare_disks = 2;
+    let mut guest = Shell::boot(machine);
+    let node = attach_and_bind(&mut guest, 0, &file, false);
+    drop(file);
+
+    freezer.freeze(true);
+    guest.ok(&format!(
+        "dd if=/dev/zero of={node} bs=4k count=1 oflag=direct 2>/dev/null & sleep 1"
+    ));
+    guest.done(&Request::DetachDisk { slot: 0 }, &[]);
+    // The console is served by the same thread as the owner.
+    assert!(matches!(
+        guest.ask(&Request::Console, &[]),
+        Reply::Console(_)
+    ));
+    assert_eq!(guest.ok("jobs | grep -c Running; echo alive"), "1\nalive");
+    let (_dir, other) = image(&pattern(MIB, 11));
+    let other = File::options().read(true).write(true).open(other).unwrap();
+    let node = attach_and_bind(&mut guest, 1, &other, false);
+    guest.ok(&format!("dd if={node} of=/dev/null 2>/dev/null"));
+    let request = Request::AttachDisk {
+        slot: 0,
+        read_only: false,
+        serial: String::new(),
+    };
+    let Reply::Failed(why) = guest.ask(&request, &[other.as_fd()]) else {
+        panic!("the slot is free although its disk is not closed");
+    };
+    assert!(why.contains("has not closed the disk"), "{why}");
+
+    freezer.freeze(false);
+    assert_eq!(guest.event(), Event::DiskClosed { slot: 0 });
+    // The request that was under way has ended well.
+    guest.ok("wait $!");
+    guest.done(&request, &[other.as_fd()]);
     guest.end();
 }
 

@@ -6,6 +6,9 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+#[cfg(test)]
+use std::sync::Arc;
+use std::sync::{Mutex, PoisonError};
 
 use vmm_sys_util::{ioctl_io_nr, ioctl_ior_nr};
 
@@ -56,11 +59,34 @@ pub enum DiskError {
 /// An open disk.
 #[derive(Debug)]
 pub struct Disk {
-    file: File,
     sectors: u64,
     block_size: u32,
     read_only: bool,
     is_device: bool,
+    /// The last two fields, in this order: closed first, then told.
+    file: File,
+    closed: Mutex<Closed>,
+    /// Reads wait while it is held for writing.
+    #[cfg(test)]
+    pub stall: Arc<std::sync::RwLock<()>>,
+}
+
+/// Calls what it holds when it is dropped.
+#[derive(Default)]
+struct Closed(Option<Box<dyn FnOnce() + Send>>);
+
+impl std::fmt::Debug for Closed {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "Closed({})", self.0.is_some())
+    }
+}
+
+impl Drop for Closed {
+    fn drop(&mut self) {
+        if let Some(tell) = self.0.take() {
+            tell();
+        }
+    }
 }
 
 impl Disk {
@@ -122,12 +148,21 @@ impl Disk {
             return Err(DiskError::NotWritable(name));
         }
         Ok(Self {
-            file,
             sectors: bytes / SECTOR,
             block_size,
             read_only,
             is_device,
+            file,
+            closed: Mutex::default(),
+            #[cfg(test)]
+            stall: Arc::default(),
         })
+    }
+
+    /// Calls `tell` when the disk is closed, instead of what was to be called before.
+    pub fn on_close(&self, tell: Option<Box<dyn FnOnce() + Send>>) {
+        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        closed.0 = tell;
     }
 
     /// Its size in sectors of 512 bytes.
@@ -151,6 +186,8 @@ impl Disk {
     ///
     /// What the host says; `UnexpectedEof` when the file has become shorter.
     pub fn read(&self, segments: &mut Segments, offset: u64) -> io::Result<()> {
+        #[cfg(test)]
+        let _stall = self.stall.read();
         transfer(segments, offset, |iovecs, count, offset| {
             // SAFETY: the iovecs are of guest memory, see `Segments`; the guest may change it meanwhile, as
             // for any DMA.

@@ -1,9 +1,13 @@
 //! The block device (virtio 1.2, section 5.2).
 //!
 //! A device without a disk is a spare slot: it has the capacity 0 until [`Block::attach`]
-//! fills it, and again after [`Block::detach`]; the guest learns of both by a configuration interrupt. The disk's worker starts with the first
-//! request for it, so a slot that is never filled costs no thread.
+//! fills it, and again after [`Block::detach`]; the guest learns of both by a configuration interrupt. The disk's
+//! worker starts with the first request for it, so a slot that is never filled costs no thread.
+//!
+//! The host may let a disk's requests, and its closing, wait for as long as it likes. So nothing that holds the
+//! device's lock waits for them: the device thread, which serves the owner too, must not.
 
+mod closing;
 mod disk;
 mod request;
 mod worker;
@@ -21,6 +25,7 @@ use virtio_bindings::virtio_blk::{
 use virtio_queue::QueueState;
 use vmm_sys_util::eventfd::EventFd;
 
+use closing::Closing;
 use disk::SECTOR;
 pub use disk::{Disk, DiskError};
 pub use request::ID_LEN;
@@ -29,7 +34,9 @@ use worker::{Ring, Worker};
 
 use super::queue::{Buffers, FEATURE_INDIRECT_DESC};
 use super::queue_state::ActiveState;
-use super::{ActivateError, Activation, COMMON_FEATURES, Interrupt, VirtioDevice, config_space};
+use super::{
+    ActivateError, Activation, COMMON_FEATURES, Interrupt, UnderWay, VirtioDevice, config_space,
+};
 
 /// The device type (virtio 1.2, section 5.2.1).
 const TYPE_BLOCK: u32 = 2;
@@ -46,10 +53,12 @@ pub struct Block {
     id: [u8; ID_LEN],
     kick: [EventFd; 1],
     /// Readable when the device thread has to take up the kick again.
-    wake: EventFd,
+    wake: Arc<EventFd>,
     /// Whether the kick is in the device thread's event loop, not in a worker's.
     watched: bool,
     active: Option<Active>,
+    /// What a reset has left under way.
+    under_way: Option<UnderWay>,
 }
 
 struct Active {
@@ -64,6 +73,8 @@ enum QueueOwner {
     /// The device: nothing was asked for yet, or there is no disk, or the machine is paused.
     Device(Box<Ring>),
     Worker(Worker),
+    /// The worker of a disk that was detached; it comes back when that one is closed.
+    Closing(Closing),
     /// Nobody: the driver broke it, or the host has no thread left.
     Broken,
 }
@@ -85,6 +96,9 @@ pub enum AttachError {
     /// The slot has a disk.
     #[error("The slot has a disk already")]
     Occupied,
+    /// The last one is not closed yet.
+    #[error("The host has not closed the disk yet that was detached from the slot")]
+    Closing,
 }
 
 /// Why no disk can be detached.
@@ -93,6 +107,9 @@ pub enum DetachError {
     /// The slot has none.
     #[error("The slot has no disk")]
     Empty,
+    /// The host has no thread that waits for it.
+    #[error("Cannot start a thread that closes the disk: it stays attached")]
+    Host(#[source] io::Error),
 }
 
 /// Why a device cannot be restored.
@@ -122,9 +139,10 @@ impl Block {
             disk: disk.map(Arc::new),
             id: id_of(serial),
             kick: [EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?],
-            wake: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
+            wake: Arc::new(EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?),
             watched: false,
             active: None,
+            under_way: None,
         })
     }
 
@@ -134,31 +152,76 @@ impl Block {
     ///
     /// # Errors
     ///
-    /// The slot is not spare.
+    /// The slot is not spare, or the disk that was in it is not closed yet.
     pub fn attach(&mut self, disk: Disk, serial: &str) -> Result<(), AttachError> {
         if self.disk.is_some() {
             return Err(AttachError::Occupied);
+        }
+        self.take_back();
+        if self.is_closing() {
+            return Err(AttachError::Closing);
         }
         self.change(Some(Arc::new(disk)), serial);
         Ok(())
     }
 
-    /// Makes the slot spare again: on return the disk is closed. Requests that the worker is at end first.
+    /// Makes the slot spare again: what the guest asks for from now on fails. The requests that the worker is at end
+    /// first, then the disk is closed, and `closed` is called, both on another thread.
     ///
     /// # Errors
     ///
-    /// The slot has no disk.
-    pub fn detach(&mut self) -> Result<(), DetachError> {
-        if self.disk.is_none() {
-            return Err(DetachError::Empty);
+    /// The slot has no disk, or the host has no thread.
+    pub fn detach(&mut self, closed: impl FnOnce() + Send + 'static) -> Result<(), DetachError> {
+        let disk = self.disk.take().ok_or(DetachError::Empty)?;
+        disk.on_close(Some(Box::new(closed)));
+        let mut owner = self.active.as_ref().map(Active::owner);
+        let worker = owner.as_mut().and_then(|owner| owner.take_worker());
+        let has_worker = worker.is_some();
+        match Closing::start(disk, worker, self.wake.clone()) {
+            Ok(closing) => {
+                if let (true, Some(owner)) = (has_worker, &mut owner) {
+                    **owner = QueueOwner::Closing(closing);
+                }
+            }
+            Err((disk, worker, error)) => {
+                if let (Some(worker), Some(owner)) = (worker, &mut owner) {
+                    **owner = QueueOwner::Worker(worker);
+                }
+                drop(owner);
+                disk.on_close(None);
+                self.disk = Some(disk);
+                return Err(DetachError::Host(error));
+            }
         }
-        if let Some(active) = &self.active {
-            active.stop_worker();
-        }
+        drop(owner);
         self.change(None, "");
-        // What the guest asks for from now on fails, in the device thread.
-        let _ = self.wake.write(1);
         Ok(())
+    }
+
+    /// Takes the queue back if the disk that was detached is closed.
+    fn take_back(&mut self) {
+        let Some(active) = &self.active else { return };
+        let mut owner = active.owner();
+        let QueueOwner::Closing(closing) = &*owner else {
+            return;
+        };
+        if let Some(ring) = closing.ended() {
+            *owner = match ring {
+                Some(mut ring) => {
+                    ring.id = self.id;
+                    ring.complained = false;
+                    // What the guest asked for meanwhile is to be looked at.
+                    let _ = self.kick[0].write(1);
+                    QueueOwner::Device(ring)
+                }
+                None => QueueOwner::Broken,
+            };
+        }
+    }
+
+    fn is_closing(&self) -> bool {
+        let active = self.active.as_ref();
+        active.is_some_and(|active| matches!(*active.owner(), QueueOwner::Closing(_)))
     }
 
     /// No worker has the queue.
@@ -285,10 +348,12 @@ impl Block {
     }
 
     fn watch(&mut self, ops: &mut EventOps<'_>) {
-        let worker_has_it = self
-            .active
-            .as_ref()
-            .is_some_and(|active| matches!(*active.owner(), QueueOwner::Worker(_)));
+        let worker_has_it = self.active.as_ref().is_some_and(|active| {
+            matches!(
+                *active.owner(),
+                QueueOwner::Worker(_) | QueueOwner::Closing(_)
+            )
+        });
         if self.watched || worker_has_it {
             return;
         }
@@ -315,19 +380,34 @@ impl Active {
     /// Takes the queue back from the worker, if one has it.
     fn stop_worker(&self) {
         let mut owner = self.owner();
-        *owner = match std::mem::replace(&mut *owner, QueueOwner::Broken) {
-            QueueOwner::Worker(worker) => match worker.stop() {
-                Some(ring) => QueueOwner::Device(ring),
-                None => QueueOwner::Broken,
-            },
-            other => other,
+        let ring = match std::mem::replace(&mut *owner, QueueOwner::Broken) {
+            QueueOwner::Worker(worker) => worker.stop(),
+            QueueOwner::Closing(closing) => closing.wait(),
+            QueueOwner::Device(ring) => Some(ring),
+            QueueOwner::Broken => None,
         };
+        if let Some(ring) = ring {
+            *owner = QueueOwner::Device(ring);
+        }
+    }
+}
+
+impl QueueOwner {
+    /// The worker, if one has the queue, which is nobody's then.
+    fn take_worker(&mut self) -> Option<Worker> {
+        match std::mem::replace(self, Self::Broken) {
+            Self::Worker(worker) => Some(worker),
+            other => {
+                *self = other;
+                None
+            }
+        }
     }
 }
 
 impl MutEventSubscriber for Block {
     fn init(&mut self, ops: &mut EventOps<'_>) {
-        if let Err(error) = ops.add(Events::new(&self.wake, EventSet::IN)) {
+        if let Err(error) = ops.add(Events::new(&*self.wake, EventSet::IN)) {
             log::error!("A disk is dead: cannot wait for events: {error:?}");
         }
         self.watch(ops);
@@ -336,6 +416,7 @@ impl MutEventSubscriber for Block {
     fn process(&mut self, events: Events, ops: &mut EventOps<'_>) {
         if events.fd() == self.wake.as_raw_fd() {
             let _ = self.wake.read();
+            self.take_back();
             self.watch(ops);
         } else {
             self.kicked(ops);
@@ -392,10 +473,21 @@ impl VirtioDevice for Block {
 
     fn reset(&mut self) {
         if let Some(active) = self.active.take() {
-            // Requests under way would write to memory that the guest uses otherwise by then: wait for them.
-            active.stop_worker();
+            let owner = active.queue.into_inner();
+            self.under_way = match owner.unwrap_or_else(PoisonError::into_inner) {
+                QueueOwner::Worker(worker) => {
+                    worker.ask_to_stop();
+                    Some(Box::new(|| drop(worker.stop())))
+                }
+                QueueOwner::Closing(closing) => Some(Box::new(|| drop(closing.wait()))),
+                QueueOwner::Device(_) | QueueOwner::Broken => None,
+            };
         }
         let _ = self.wake.write(1);
+    }
+
+    fn under_way(&mut self) -> Option<UnderWay> {
+        self.under_way.take()
     }
 
     fn queue_states(&self) -> Vec<QueueState> {
@@ -405,7 +497,7 @@ impl VirtioDevice for Block {
         active.stop_worker();
         match &*active.owner() {
             QueueOwner::Device(ring) => vec![ring.queue.state()],
-            QueueOwner::Worker(_) | QueueOwner::Broken => Vec::new(),
+            QueueOwner::Worker(_) | QueueOwner::Closing(_) | QueueOwner::Broken => Vec::new(),
         }
     }
 

@@ -2,6 +2,9 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::RwLock;
+use std::sync::mpsc::{self, TryRecvError};
+use std::time::Duration;
 
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -11,6 +14,9 @@ use crate::virtio::INTERRUPT_CONFIG;
 use crate::virtio::testing::{BUFFERS, Driver, HostileQueue, Part, hostile_queue};
 
 const SECTORS: u64 = 64;
+
+/// For what happens at once, but on another thread.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 const HEADER: u64 = BUFFERS;
 const STATUS: u64 = BUFFERS + 0x100;
@@ -298,13 +304,14 @@ fn a_detached_disk_is_closed_and_its_slot_takes_another() {
         let out = request(&mut driver, OUT, 1, &[(DATA, 512, false)]);
         assert_eq!(out, (OK, 1));
 
-        driver.device().detach().unwrap();
+        let closed = detach(&driver);
         driver.wait();
         assert_eq!(
             driver.interrupt.status() & INTERRUPT_CONFIG,
             INTERRUPT_CONFIG
         );
         assert_eq!(capacity(&driver.device()), 0);
+        closed.recv_timeout(PATIENCE).unwrap();
         let is_open = std::fs::read_dir("/proc/self/fd")
             .unwrap()
             .any(|fd| std::fs::read_link(fd.unwrap().path()).is_ok_and(|target| target == path));
@@ -312,8 +319,93 @@ fn a_detached_disk_is_closed_and_its_slot_takes_another() {
         let out = request(&mut driver, OUT, 1, &[(DATA, 512, false)]);
         assert_eq!(out, (IOERR, 1));
         assert_eq!(serial(&mut driver), "");
-        assert!(matches!(driver.device().detach(), Err(DetachError::Empty)));
+        let empty = driver.device().detach(|| {});
+        assert!(matches!(empty, Err(DetachError::Empty)));
         drop(dir);
+    }
+}
+
+/// Detaches the disk; the result is told when it is closed.
+fn detach(driver: &Driver<Block>) -> mpsc::Receiver<()> {
+    let (tell, closed) = mpsc::channel();
+    let tell = move || tell.send(()).unwrap();
+    driver.device().detach(tell).unwrap();
+    closed
+}
+
+/// A device whose worker waits for the host, as long as the lock is held for writing.
+fn stalled(driver: &mut Driver<Block>, stall: &RwLock<()>) {
+    driver.write(HEADER, &header(IN, 1));
+    driver.add(
+        0,
+        &[(HEADER, 16, false), (DATA, 512, true), (STATUS, 1, true)],
+    );
+    assert!(stall.try_write().is_err());
+    driver.kick(0);
+}
+
+#[test]
+fn a_disk_that_does_not_answer_holds_nobody_up_who_detaches_it() {
+    let (_dir, path) = image();
+    let disk = Disk::open(&path, true).unwrap();
+    let stall = disk.stall.clone();
+    let mut driver = Driver::active(Block::new(Some(disk), "slow").unwrap());
+    let held = stall.write().unwrap();
+    stalled(&mut driver, &stall);
+
+    let closed = detach(&driver);
+    assert_eq!(capacity(&driver.device()), 0);
+    assert!(matches!(closed.try_recv(), Err(TryRecvError::Empty)));
+    let another = || Disk::open(&path, true).unwrap();
+    let early = driver.device().attach(another(), "early");
+    assert!(matches!(early, Err(AttachError::Closing)));
+    let again = driver.device().detach(|| {});
+    assert!(matches!(again, Err(DetachError::Empty)));
+
+    drop(held);
+    closed.recv_timeout(PATIENCE).unwrap();
+    // At once, not only when the event loop has come round.
+    driver.device().attach(another(), "next").unwrap();
+    driver.wait();
+    assert_eq!(driver.used(0).len(), 1, "the request under way has ended");
+    assert_eq!(serial(&mut driver), "next");
+}
+
+#[test]
+fn a_reset_waits_for_a_disk_that_does_not_answer_without_the_devices_lock() {
+    let (_dir, path) = image();
+    for detached_before in [false, true] {
+        let disk = Disk::open(&path, true).unwrap();
+        let stall = disk.stall.clone();
+        let mut driver = Driver::active(Block::new(Some(disk), "slow").unwrap());
+        let held = stall.write().unwrap();
+        stalled(&mut driver, &stall);
+        let before = detached_before.then(|| detach(&driver));
+
+        driver.device().reset();
+        let wait = driver.device().under_way().unwrap();
+        let (tell, waited) = mpsc::channel();
+        let driver_waits = std::thread::spawn(move || {
+            wait();
+            tell.send(()).unwrap();
+        });
+        // The owner goes on meanwhile.
+        let closed = before.unwrap_or_else(|| detach(&driver));
+        driver
+            .device()
+            .attach(Disk::open(&path, true).unwrap(), "next")
+            .unwrap();
+        assert!(matches!(closed.try_recv(), Err(TryRecvError::Empty)));
+        assert!(matches!(waited.try_recv(), Err(TryRecvError::Empty)));
+
+        drop(held);
+        closed.recv_timeout(PATIENCE).unwrap();
+        waited.recv_timeout(PATIENCE).unwrap();
+        driver_waits.join().unwrap();
+        // Of the request that was under way.
+        driver.wait();
+        driver.start_over();
+        assert_eq!(serial(&mut driver), "next");
     }
 }
 

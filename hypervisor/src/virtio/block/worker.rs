@@ -83,9 +83,14 @@ impl Worker {
     /// Lets the worker finish its batch and end. Returns the ring, or `None` if the driver broke it. If requests are
     /// left, the kick is readable.
     pub fn stop(self) -> Option<Box<Ring>> {
+        self.ask_to_stop();
+        self.thread.join().ok().flatten()
+    }
+
+    /// The same without waiting for it.
+    pub fn ask_to_stop(&self) {
         // It fails only when it is readable anyway.
         let _ = self.stop.write(1);
-        self.thread.join().ok().flatten()
     }
 }
 

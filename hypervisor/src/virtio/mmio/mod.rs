@@ -248,7 +248,15 @@ impl MmioTransport {
     }
 
     fn reset(&mut self) {
-        lock(&self.device).reset();
+        let under_way = {
+            let mut device = lock(&self.device);
+            device.reset();
+            device.under_way()
+        };
+        // The host may take its time. Only the driver waits, not the device thread.
+        if let Some(wait) = under_way {
+            wait();
+        }
         self.interrupt.restore(0, false);
         self.status = 0;
         self.device_features_select = 0;
