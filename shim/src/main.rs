@@ -37,6 +37,7 @@ mod stdio;
 mod task_error;
 mod tasks;
 mod undo;
+mod volumes;
 
 use std::fmt::Display;
 use std::process::ExitCode;

@@ -263,7 +263,7 @@ fn in_directory(
 }
 
 /// How far a volume is read-only.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Not at all.
     ReadWrite,
@@ -289,13 +289,16 @@ pub struct Volume {
 }
 
 impl Volume {
+    /// The source cannot be looked at.
+    pub fn no_source(&self, error: &io::Error) -> MountError {
+        let errno = Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO));
+        MountError::NoSource(self.source.clone(), self.destination.clone(), errno)
+    }
+
     /// Binds the volume on `target`, which is made as a file or a directory like the source.
     pub fn bind(&self, target: &Path) -> Result<(), MountError> {
         let failed = |e: Errno| MountError::Bind(self.source.clone(), self.destination.clone(), e);
-        let metadata = std::fs::metadata(&self.source).map_err(|e| {
-            let errno = Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO));
-            MountError::NoSource(self.source.clone(), self.destination.clone(), errno)
-        })?;
+        let metadata = std::fs::metadata(&self.source).map_err(|e| self.no_source(&e))?;
         if let Some((what, cure)) = only_on_the_host(metadata.file_type()) {
             return Err(MountError::OfTheHost(
                 self.source.clone(),
@@ -404,6 +407,18 @@ pub fn unmount(target: &Path) -> Result<(), Errno> {
             Err(e) => return Err(e),
         }
     }
+}
+
+/// The lines of the mount table that are of `directory` or below, up to the mount points.
+pub fn table_below(directory: &Path) -> io::Result<Vec<String>> {
+    let table = std::fs::read("/proc/thread-self/mountinfo")?;
+    let lines = table.split(|&b| b == b'\n').filter_map(|line| {
+        let fields: Vec<_> = line.splitn(6, |&b| b == b' ').take(5).collect();
+        let point = unescape(fields.get(4)?);
+        let line = || String::from_utf8_lossy(&fields.join(&b' ')).into_owned();
+        point.starts_with(directory).then(line)
+    });
+    Ok(lines.collect())
 }
 
 /// All mount points below `directory`, the deepest first.

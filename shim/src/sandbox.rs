@@ -27,6 +27,7 @@ use crate::stdio::Uris;
 use crate::task_error::TaskError;
 use crate::tasks::{Deleted, NewContainer, Reservation, Tasks, create_event, given_up};
 use crate::undo::Undo;
+use crate::volumes::Volumes;
 
 /// The sandbox of this shim.
 pub struct Sandbox {
@@ -35,6 +36,7 @@ pub struct Sandbox {
     /// Its tasks.
     pub tasks: Arc<Tasks>,
     machine: Mutex<Option<Machine>>,
+    volumes: Volumes,
     /// Where the shim serves.
     socket: PathBuf,
     /// containerd has asked the shim to leave while tasks were there, and will not ask again.
@@ -52,6 +54,7 @@ impl Sandbox {
             id,
             tasks,
             machine: Mutex::default(),
+            volumes: Volumes::default(),
             socket,
             leave_when_empty: AtomicBool::new(false),
             left: Notify::new(),
@@ -142,6 +145,7 @@ impl Sandbox {
             &shared,
             &wanted,
             &disks,
+            &self.volumes,
         );
         let mut new = match prepared {
             Ok(new) => new,
@@ -370,6 +374,7 @@ fn prepare(
     shared: &Path,
     wanted: &Wanted,
     disks: &Disks,
+    common: &Volumes,
 ) -> Result<NewContainer, TaskError> {
     let id = reservation.id().to_owned();
     let bundle = PathBuf::from(&request.bundle);
@@ -405,6 +410,20 @@ fn prepare(
     }
     for (n, volume) in guest_spec.volumes.iter().enumerate() {
         let target = volumes.join(n.to_string());
+        // Nothing can join a sandbox that is one container's own.
+        if spec.group().is_some() {
+            let bound = common.bind(volume, &shared.join(VOLUMES));
+            let bound = bound.map_err(create_failed)?;
+            bound.link(&target).map_err(|e| {
+                create_failed(format!("Cannot make the link {}: {e}", target.display()))
+            })?;
+            undo.push(format!("remove {}", target.display()), move || {
+                // Kept until here.
+                let _bound = bound;
+                std::fs::remove_file(target)
+            });
+            continue;
+        }
         volume.bind(&target).map_err(create_failed)?;
         undo.push(format!("unmount {}", target.display()), move || {
             mount::unmount(&target)

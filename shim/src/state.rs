@@ -238,13 +238,13 @@ pub fn remove_dead(path: &Path) -> Result<(), StateError> {
 }
 
 /// Removes a container's directory of volumes once nothing is mounted there: mount points are empty
-/// directories and empty files.
+/// directories and empty files, volumes of several containers have links.
 pub fn remove_volumes(volumes: &Path) -> io::Result<()> {
     for point in entries(volumes)? {
         let metadata = std::fs::symlink_metadata(&point)?;
         if metadata.is_dir() {
             std::fs::remove_dir(&point)?;
-        } else if metadata.len() == 0 {
+        } else if metadata.len() == 0 || metadata.is_symlink() {
             std::fs::remove_file(&point)?;
         }
     }
