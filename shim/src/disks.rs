@@ -1,8 +1,8 @@
 //! Disks of the machine: files and block devices of the host in the machine's slots.
 //!
 //! A machine is built with a number of slots. A container's disks are put into free ones when it is
-//! created, and taken out when it is deleted. The guest finds a disk by its serial number, which no
-//! other disk of the machine ever has.
+//! created, and taken out when it is deleted. The guest finds a disk by its slot, and tells it from what was there before
+//! by its serial number, which no other disk of the machine ever has.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -288,6 +288,7 @@ impl Slots {
                 serial,
                 sectors: disk.sectors,
                 read_only: disk.read_only,
+                slot: slot.into(),
                 ..Default::default()
             },
             sent: Some(sent),
@@ -460,8 +461,8 @@ while (sysread($control, my $request, 65536)) {
         both.ready().await.unwrap();
         let told = both.of_guest(1).unwrap();
         assert_eq!(
-            (&*told.serial, told.sectors, told.read_only),
-            ("cube-2", 8, false)
+            (told.slot, &*told.serial, told.sectors, told.read_only),
+            (1, "cube-2", 8, false)
         );
         assert_eq!(both.of_guest(2), None);
         // Too many: the slots stay as they are.
