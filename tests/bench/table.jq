@@ -5,6 +5,7 @@ def list(f): to_entries | map("\(.key) \(.value | f)") | join(", ");
 "G instructions (median)\tcube\tpeer\tratio\tpeer is",
 row("hypervisor, exec to exit"; .hypervisor.median; .qemu.median; "QEMU microvm"),
 "hypervisor, exec to agent ready\t\(.ready.median | giga)",
+"  with 1 and 4 empty slots for disks\t\(.ready_with_1.median | giga)\t\(.ready_with_4.median | giga)",
 row("ctr run --rm, cold"; .run_cube.median; .run_runc.median; "runc"),
 row("ctr task exec true"; .exec_cube.median; .exec_runc.median; "runc"),
 "ctr alone (ctr version)\t\(.ctr_alone.median | giga)",
