@@ -108,7 +108,7 @@ impl Sandbox {
         let config = Config::load(options.config.as_deref(), &spec.annotations())
             .map_err(TaskError::host)?;
         log::set_max_level(log::max_level().max(config.log_level));
-        let wanted = Wanted::of(&request, &spec, &bundle)?;
+        let mut wanted = Wanted::of(&request, &spec, &bundle)?;
 
         let mut machine = self.machine.lock().await;
         if machine
@@ -123,7 +123,7 @@ impl Sandbox {
             Some(_) => None,
             None => {
                 let may_grow = spec.group().is_some();
-                let slots = slots_for(wanted.disks(), may_grow, config.spare_disks)
+                let slots = slots_for(wanted.count(), may_grow, config.spare_disks)
                     .map_err(create_failed)?;
                 let booting = Booting::power_on(&self.namespace, &self.id, &spec, &config, slots);
                 Some(booting.map_err(TaskError::host)?)
@@ -136,7 +136,7 @@ impl Sandbox {
         };
         let unwanted = reservation.unwanted();
         // While the guest boots.
-        let mut disks = wanted.attach(&slots).map_err(create_failed)?;
+        wanted.attach(&slots).map_err(create_failed)?;
         let prepared = prepare(
             reservation,
             &request,
@@ -144,7 +144,6 @@ impl Sandbox {
             &hooks,
             &shared,
             &wanted,
-            &disks,
             &self.volumes,
         );
         let mut new = match prepared {
@@ -152,12 +151,12 @@ impl Sandbox {
             Err(error) => {
                 // A machine that boots for nobody else ends with this; in one that goes on the slots are free on return.
                 if booting.is_none() {
-                    disks.detach(&[]).await;
+                    wanted.disks.detach(&[]).await;
                 }
                 return Err(error);
             }
         };
-        new.disks = disks;
+        new.disks = wanted.disks;
         log::debug!(
             "The root file system and volumes of {} are mounted",
             request.id
@@ -284,6 +283,8 @@ fn create_failed(error: impl std::fmt::Display) -> TaskError {
 struct Wanted {
     rootfs: Rootfs,
     devices: Vec<BlockDevice>,
+    /// All of them, once they are attached.
+    disks: Disks,
 }
 
 impl Wanted {
@@ -292,16 +293,17 @@ impl Wanted {
         Ok(Self {
             rootfs: Rootfs::plan(&mounts, &request.id).map_err(TaskError::host)?,
             devices: spec.block_devices().map_err(create_failed)?,
+            disks: Disks::default(),
         })
     }
 
-    fn disks(&self) -> usize {
+    fn count(&self) -> usize {
         self.rootfs.disks() + self.devices.len()
     }
 
     /// Gives the disks to the machine, those of the root file system first.
-    fn attach(&self, slots: &Arc<Slots>) -> Result<Disks, DiskError> {
-        let mut open = Vec::with_capacity(self.disks());
+    fn attach(&mut self, slots: &Arc<Slots>) -> Result<(), DiskError> {
+        let mut open = Vec::with_capacity(self.count());
         if let Rootfs::Guest(rootfs) = &self.rootfs {
             for image in &rootfs.images {
                 open.push(OpenDisk::open(&image.path, image.read_only)?);
@@ -315,12 +317,13 @@ impl Wanted {
                 device.read_only,
             )?);
         }
-        Disks::attach(slots, &open)
+        self.disks = Disks::attach(slots, &open)?;
+        Ok(())
     }
 
     /// What the agent is told of the mounts and of the devices.
-    fn of_guest(&self, disks: &Disks) -> (Vec<RootfsMount>, Vec<agent::BlockDevice>) {
-        let disk = |n| MessageField::from_option(disks.of_guest(n));
+    fn of_guest(&self) -> (Vec<RootfsMount>, Vec<agent::BlockDevice>) {
+        let disk = |n| MessageField::from_option(self.disks.of_guest(n));
         let mounts = match &self.rootfs {
             Rootfs::Host(_) => Vec::new(),
             Rootfs::Guest(rootfs) => rootfs
@@ -336,7 +339,7 @@ impl Wanted {
                     devices: mount
                         .devices
                         .iter()
-                        .filter_map(|&n| disks.of_guest(n))
+                        .filter_map(|&n| self.disks.of_guest(n))
                         .collect(),
                     directories: mount
                         .directories
@@ -373,7 +376,6 @@ fn prepare(
     hooks: &Arc<Hooks>,
     shared: &Path,
     wanted: &Wanted,
-    disks: &Disks,
     common: &Volumes,
 ) -> Result<NewContainer, TaskError> {
     let id = reservation.id().to_owned();
@@ -387,7 +389,7 @@ fn prepare(
     let mut undo = Undo::new();
     let volumes = shared.join(VOLUMES).join(&id);
     make_directory(&volumes, &mut undo, state::remove_volumes)?;
-    let (mounts, block_devices) = wanted.of_guest(disks);
+    let (mounts, block_devices) = wanted.of_guest();
     // A snapshot is the container's alone; a directory of the host is not.
     let (rootfs, rootfs_in_guest) = match &wanted.rootfs {
         Rootfs::Guest(rootfs) => (None, rootfs.root.clone()),
