@@ -75,8 +75,10 @@ The machine's description, with what holds where a field is missing:
     ],
     "spare_networks": 0,              networks to be attached while the machine runs
     "shares": [                       none; in the guest: mount -t virtiofs TAG DIR
-      {"tag": "share", "path": "/srv", "read_only": false}
-    ],
+      {"tag": "share", "path": "/srv", "read_only": false, "mounts_only": false, "guest_owned": []}
+    ],                                mounts_only: the guest changes only what is mounted below the
+                                      path; guest_owned: names of directories there with mounts
+                                      that nobody but the guest changes, so that it may cache them
     "vsock": {"cid": 3, "path": "vsock.sock"},
                                       none; the guest's connections to port P of the host reach
                                       the Unix socket PATH_P, and on PATH "CONNECT P\n" asks for

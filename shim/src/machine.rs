@@ -322,6 +322,8 @@ fn vm_config(config: &Config, size: Size, slots: u8, state: &StateDir) -> VmConf
             path: state.shared(),
             read_only: false,
             guest_owned: vec![ROOTFS.to_owned()],
+            // We make directories and mount by paths of it, which no guest may lead elsewhere.
+            mounts_only: true,
         }],
         vsock: Some(VsockConfig {
             cid: 3,

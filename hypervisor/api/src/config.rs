@@ -94,6 +94,10 @@ pub struct ShareConfig {
     /// it likes. Everywhere else the guest sees what the host changes after at most one second. Default: none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub guest_owned: Vec<String>,
+    /// The guest changes only what is mounted below `path`, now or later. The directories in which the mounts lie are the
+    /// host's: what it makes, mounts and removes there by its path cannot be led elsewhere by the guest. Default: false.
+    #[serde(default)]
+    pub mounts_only: bool,
 }
 
 /// The vsock device. The guest's connections to port P of the host (CID 2) go to the Unix socket

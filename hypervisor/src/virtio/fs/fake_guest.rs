@@ -45,6 +45,7 @@ pub fn config(path: &Path) -> ShareConfig {
         path: path.into(),
         read_only: false,
         guest_owned: vec!["rootfs".into()],
+        mounts_only: false,
     }
 }
 

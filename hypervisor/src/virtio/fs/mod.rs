@@ -42,7 +42,7 @@ use descriptors::Budget;
 use nodes::Limits;
 use request::Requests;
 pub use share::OnCrowd;
-use share::Share;
+use share::{Access, Share};
 pub use state::{RestoreError, ShareState};
 use workers::Workers;
 
@@ -161,14 +161,13 @@ impl Fs {
             cause,
         };
         let root = share::open_root(&config.path, limits.budget).map_err(wrong_directory)?;
-        let share = Share::new(
-            root,
-            config.read_only,
-            config.guest_owned.clone(),
-            limits,
-            on_crowd,
-        )
-        .map_err(wrong_directory)?;
+        let access = match (config.read_only, config.mounts_only) {
+            (true, _) => Access::ReadOnly,
+            (false, true) => Access::MountsOnly,
+            (false, false) => Access::Full,
+        };
+        let share = Share::new(root, access, config.guest_owned.clone(), limits, on_crowd)
+            .map_err(wrong_directory)?;
         // Blocking: a worker waits by reading.
         let kick = EventFd::new(libc::EFD_CLOEXEC).map_err(FsError::EventFd)?;
         let other = kick.try_clone().map_err(FsError::EventFd)?;

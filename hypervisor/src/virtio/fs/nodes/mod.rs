@@ -173,6 +173,18 @@ impl Nodes {
         Ok((node.cache, node.kind))
     }
 
+    /// Whether node `id` lies in the mount that the root lies in, and not in one below.
+    ///
+    /// # Errors
+    ///
+    /// `ESTALE` when there is no such node.
+    pub fn is_in_roots_mount(&self, id: u64) -> Result<bool, Errno> {
+        let table = self.lock();
+        let root = table.node(0).ok_or(Errno::STALE)?;
+        let node = table.get(id)?.1;
+        Ok(node.identity.same_mount(&root.identity))
+    }
+
     /// A reference (`O_PATH`) to node `id`.
     ///
     /// # Errors

@@ -40,7 +40,7 @@ impl Directory {
         handle: Option<u64>,
         valid: SetattrValid,
     ) -> Result<(), Errno> {
-        self.changes()?;
+        self.changes(node)?;
         let open = self.handle_of(handle, node);
         let reference = self.nodes.file(node)?;
         if valid.contains(SetattrValid::MODE) {
@@ -112,7 +112,7 @@ impl Directory {
         flags: u32,
         more: SetxattrFlags,
     ) -> Result<(), Errno> {
-        self.changes()?;
+        self.changes(node)?;
         let reference = self.nodes.file(node)?;
         let flags = XattrFlags::from_bits_retain(flags);
         rustix::fs::setxattr(path_of(&reference), name, value, flags)?;
@@ -169,7 +169,7 @@ impl Directory {
 
     /// Removes the extended attribute `name` of `node`.
     pub(super) fn remove_xattr(&self, node: u64, name: &CStr) -> Result<(), Errno> {
-        self.changes()?;
+        self.changes(node)?;
         let reference = self.nodes.file(node)?;
         rustix::fs::removexattr(path_of(&reference), name)
     }

@@ -56,6 +56,19 @@ impl Deref for Share {
     }
 }
 
+/// What the guest may change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Everything.
+    Full,
+    /// What is mounted below the directory, but not the directory itself: see [`ShareConfig::mounts_only`].
+    ///
+    /// [`ShareConfig::mounts_only`]: cube_hypervisor_api::config::ShareConfig::mounts_only
+    MountsOnly,
+    /// Nothing.
+    ReadOnly,
+}
+
 /// A shared directory and what the guest knows of it.
 pub struct Directory {
     nodes: Nodes,
@@ -63,7 +76,7 @@ pub struct Directory {
     /// `/proc/self/fd`, through which a reference (`O_PATH`) becomes an open file.
     by_number: OwnedFd,
     budget: &'static Budget,
-    read_only: bool,
+    access: Access,
     guest_owned: Vec<String>,
     on_crowd: OnCrowd,
     /// No more favours: the guest knows enough nodes.
@@ -80,12 +93,12 @@ impl Share {
     /// As there.
     pub fn new(
         root: Descriptor,
-        read_only: bool,
+        access: Access,
         guest_owned: Vec<String>,
         limits: Limits,
         on_crowd: OnCrowd,
     ) -> io::Result<Self> {
-        let directory = Directory::new(root, read_only, guest_owned, limits, on_crowd)?;
+        let directory = Directory::new(root, access, guest_owned, limits, on_crowd)?;
         Ok(Self(Arc::new(directory)))
     }
 }
@@ -98,7 +111,7 @@ impl Directory {
     /// `root` cannot be read, or there is no `/proc`.
     pub fn new(
         root: Descriptor,
-        read_only: bool,
+        access: Access,
         guest_owned: Vec<String>,
         limits: Limits,
         on_crowd: OnCrowd,
@@ -110,7 +123,7 @@ impl Directory {
             handles: Handles::default(),
             by_number: rustix::fs::open(c"/proc/self/fd", flags, Mode::empty())?,
             budget: limits.budget,
-            read_only,
+            access,
             guest_owned,
             on_crowd,
             crowded: AtomicBool::new(false),
@@ -130,11 +143,14 @@ impl Directory {
         &self.offered
     }
 
-    fn changes(&self) -> Result<(), Errno> {
-        match self.read_only {
-            true => Err(Errno::ROFS),
-            false => Ok(()),
-        }
+    /// Whether the guest may change node `node`, or the names in it.
+    fn changes(&self, node: u64) -> Result<(), Errno> {
+        let may = match self.access {
+            Access::Full => true,
+            Access::MountsOnly => !self.nodes.is_in_roots_mount(node)?,
+            Access::ReadOnly => false,
+        };
+        may.then_some(()).ok_or(Errno::ROFS)
     }
 
     /// Opens the file that `reference` refers to.
@@ -162,7 +178,7 @@ impl Directory {
             _ => return Err(Errno::NXIO),
         }
         if flags & (libc::O_ACCMODE | libc::O_TRUNC) as u32 != 0 {
-            self.changes()?;
+            self.changes(node)?;
         }
         let reference = self.nodes.file(node)?;
         let _bits_go = WithoutFsetid::new(kill);

@@ -22,7 +22,7 @@ impl Directory {
         umask: u32,
         make: impl FnOnce(&Descriptor) -> Result<(), Errno>,
     ) -> Result<Entry, Errno> {
-        self.changes()?;
+        self.changes(parent)?;
         checked(name)?;
         let directory = self.nodes.file(parent)?;
         {
@@ -63,7 +63,7 @@ impl Directory {
     }
 
     pub(super) fn remove(&self, parent: u64, name: &CStr, flags: AtFlags) -> Result<(), Errno> {
-        self.changes()?;
+        self.changes(parent)?;
         checked(name)?;
         let directory = self.nodes.file(parent)?;
         let victim = self.nodes.hold_named(&directory, name);
@@ -80,7 +80,8 @@ impl Directory {
         (new_parent, new_name): (u64, &CStr),
         flags: RenameFlags,
     ) -> Result<(), Errno> {
-        self.changes()?;
+        self.changes(old_parent)?;
+        self.changes(new_parent)?;
         checked(old_name)?;
         checked(new_name)?;
         let old = self.nodes.file(old_parent)?;

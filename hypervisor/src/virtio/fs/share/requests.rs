@@ -196,7 +196,7 @@ impl FileSystem for Share {
     }
 
     fn link(&self, _: Context, node: u64, parent: u64, name: &CStr) -> io::Result<Entry> {
-        self.changes()?;
+        self.changes(parent)?;
         checked(name)?;
         let reference = self.nodes.file(node)?;
         let directory = self.nodes.file(parent)?;
@@ -229,7 +229,7 @@ impl FileSystem for Share {
         umask: u32,
         _: Extensions,
     ) -> io::Result<(Entry, Option<u64>, OpenOptions)> {
-        self.changes()?;
+        self.changes(parent)?;
         match self.create_file(&context, parent, name, mode, flags, umask) {
             Ok((entry, file)) => {
                 let (cache, _) = self.nodes.nature(entry.inode)?;
@@ -280,7 +280,7 @@ impl FileSystem for Share {
         flags: u32,
     ) -> io::Result<usize> {
         in_file(offset, size)?;
-        self.changes()?;
+        self.changes(node)?;
         let open = self.handles.get(handle, node)?;
         let _bits_go = WithoutFsetid::new(kill);
         // The guest's idea of the end of the file may be old; not so for pages that it mapped.
@@ -318,7 +318,7 @@ impl FileSystem for Share {
         offset: u64,
         length: u64,
     ) -> io::Result<()> {
-        self.changes()?;
+        self.changes(node)?;
         let open = self.handles.get(handle, node)?;
         let mode = FallocateFlags::from_bits_retain(mode);
         Ok(rustix::fs::fallocate(&open.file, mode, offset, length)?)
@@ -439,7 +439,7 @@ impl FileSystem for Share {
         length: u64,
         _: u64,
     ) -> io::Result<usize> {
-        self.changes()?;
+        self.changes(node_out)?;
         let from = self.handles.get(handle_in, node_in)?;
         let to = self.handles.get(handle_out, node_out)?;
         // The reply has 32 bits for the number of bytes.

@@ -1,5 +1,6 @@
 //! What is in a file and about it.
 
+use std::ffi::CString;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
@@ -104,7 +105,82 @@ fn a_read_only_share_refuses_every_change() {
     fs::write(dir.path().join("a"), "data").unwrap();
     let mut read_only = config(dir.path());
     read_only.read_only = true;
-    let mut guest = Guest::mounted(&read_only);
+    every_change_is_refused(&mut Guest::mounted(&read_only));
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_share_of_mounts_refuses_every_change_outside_of_them() {
+    let dir = directory();
+    fs::write(dir.path().join("a"), "data").unwrap();
+    let point = dir.path().join("rootfs/c1");
+    fs::create_dir_all(&point).unwrap();
+    let mut mounts_only = config(dir.path());
+    mounts_only.mounts_only = true;
+    let mut guest = Guest::mounted(&mounts_only);
+    let before = guest.walk("rootfs/c1").unwrap();
+    let mounted = Tmpfs::mount(&point);
+    every_change_is_refused(&mut guest);
+    // In a mount everything goes on, also where the guest has been before there was one.
+    let root = guest.walk("rootfs/c1").unwrap();
+    create(
+        &mut guest,
+        root,
+        "file",
+        libc::S_IFREG | 0o600,
+        libc::O_RDWR,
+    );
+    guest
+        .call(
+            Opcode::Mkdir,
+            root,
+            &[bytes(MkdirIn::default()), name("sub")].concat(),
+        )
+        .unwrap();
+    let mkdir = [bytes(MkdirIn::default()), name("sub")].concat();
+    let refused = Err(libc::EROFS);
+    assert_eq!(guest.call(Opcode::Mkdir, before, &mkdir), refused);
+    // And nothing leads out of it or into it.
+    let file = guest.walk("rootfs/c1/file").unwrap();
+    let out = [bytes(LinkIn { oldnodeid: file }), name("new")].concat();
+    assert_eq!(guest.call(Opcode::Link, 1, &out), refused);
+    for (from, to, old) in [(root, 1, "file"), (1, root, "a")] {
+        let rename = Rename2In {
+            newdir: to,
+            ..Default::default()
+        };
+        let body = [bytes(rename), name(old), name("new")].concat();
+        assert_eq!(guest.call(Opcode::Rename2, from, &body), refused);
+    }
+    let names: Vec<_> = fs::read_dir(&point).unwrap().flatten().collect();
+    assert_eq!(names.len(), 2, "{names:?}");
+    drop(mounted);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+/// A file system for a test, gone with it.
+struct Tmpfs(CString);
+
+impl Tmpfs {
+    fn mount(point: &Path) -> Self {
+        let target = CString::new(point.to_str().unwrap()).unwrap();
+        let (name, no_data) = (c"cube-test".as_ptr(), std::ptr::null());
+        // SAFETY: all are valid strings.
+        let done = unsafe { libc::mount(name, target.as_ptr(), c"tmpfs".as_ptr(), 0, no_data) };
+        assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+        Self(target)
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        // SAFETY: a valid string. The share may still have files of it open.
+        unsafe { libc::umount2(self.0.as_ptr(), libc::MNT_DETACH) };
+    }
+}
+
+/// Of the file `a` in the share's root, and in the root.
+fn every_change_is_refused(guest: &mut Guest) {
     let node = guest.walk("a").unwrap();
     let fh = guest.open(node, libc::O_RDONLY).unwrap();
     let mut refused = |opcode, node, body: Vec<u8>| {
@@ -178,7 +254,9 @@ fn a_read_only_share_refuses_every_change() {
         ..Default::default()
     };
     refused(Opcode::Fallocate, node, bytes(space));
-    refused(Opcode::CopyFileRange, node, vec![0; 56]);
+    // struct fuse_copy_file_range_in, whose third field is the node to be written.
+    let mut copy = vec![0; 56];
+    copy[16..24].copy_from_slice(&node.to_le_bytes());
+    refused(Opcode::CopyFileRange, node, copy);
     assert_eq!(guest.read(node, fh, 0, 10).unwrap(), b"data");
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }
