@@ -15,7 +15,7 @@ use super::executor::{InitExecutor, in_words};
 use super::{BlockNumbers, CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags};
 use crate::cgroup::Cgroup;
 use crate::renumber;
-use crate::spec::{self, Adapted, clean};
+use crate::spec::{self, Adapted, clean, is_bind};
 
 /// The directory below the container's in which libcontainer keeps its state, in a directory with the
 /// container's name.
@@ -45,7 +45,7 @@ fn read(document: &[u8], disks: &[BlockNumbers]) -> serde_json::Result<Spec> {
     }
     let mut renumbered = serde_json::from_slice(document)?;
     renumber::specification(&mut renumbered, disks);
-    spec::read(&serde_json::to_vec(&renumbered)?)
+    spec::of_tree(renumbered)
 }
 
 fn build(
@@ -200,16 +200,6 @@ fn keep_modes(mounts: &mut [Mount], rootfs: &Path) {
             mount.set_options(Some(options));
         }
     }
-}
-
-/// Whether a mount binds what is there already.
-pub fn is_bind(mount: &Mount) -> bool {
-    mount.typ().as_deref() == Some("bind")
-        || mount
-            .options()
-            .iter()
-            .flatten()
-            .any(|option| option == "bind" || option == "rbind")
 }
 
 /// Host name, domain name and sysctls of the pod.

@@ -8,13 +8,14 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
+use nix::errno::Errno;
 use nix::mount::MsFlags;
 use nix::sched::{CloneFlags, setns};
 use oci_spec::runtime::{Linux, Mount, Spec};
 
 use super::child::ChildError;
-use super::create::is_bind;
 use super::executor::in_words;
+use crate::spec::is_bind;
 
 /// The flags of mount_setattr(2) and their names in mountinfo.
 const FLAGS: [(u64, &str); 3] = [
@@ -157,10 +158,7 @@ fn restore(path: &str, mounts: &Mounts<'_>) -> io::Result<()> {
             size_of::<libc::mount_attr>(),
         )
     };
-    if result < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    Ok(Errno::result(result).map(drop)?)
 }
 
 #[cfg(test)]

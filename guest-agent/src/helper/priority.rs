@@ -4,6 +4,7 @@
 use std::io;
 
 use libcontainer::syscall::Syscall;
+use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use oci_spec::runtime::{
@@ -100,10 +101,7 @@ fn schedule(asked: &Scheduler) -> io::Result<()> {
     };
     // SAFETY: the structure is as long as its size says, and the kernel only reads it.
     let result = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
-    if result < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    Ok(Errno::result(result).map(drop)?)
 }
 
 #[cfg(test)]

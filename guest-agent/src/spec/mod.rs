@@ -5,18 +5,21 @@
 //! the agent's own work (see `cgroup`), so their settings are taken out here. What the guest cannot
 //! do is refused by the name of its field; nothing is dropped in silence.
 
-use std::collections::HashMap;
-use std::path::{Component, Path, PathBuf};
+mod document;
+mod mounts;
 
-use cube_agent_protocol::MOUNT_FLAGS;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
 use nix::sched::CloneFlags;
 use oci_spec::runtime::{
     Capabilities, Hooks, LinuxCapabilities, LinuxNamespace, LinuxNamespaceType, LinuxResources,
-    LinuxSeccompAction, Mount, Process, RootBuilder, Spec,
+    LinuxSeccompAction, Process, RootBuilder, Spec,
 };
-use serde::de::DeserializeOwned;
 
 use crate::helper::ExecBase;
+pub use document::{of_tree, read};
+pub use mounts::{clean, is_bind};
 
 /// A specification that the guest cannot carry out.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -122,13 +125,7 @@ pub fn adapt(
     let hostname = spec.hostname().clone().unwrap_or_default();
     let domainname = spec.domainname().clone().unwrap_or_default();
     let mut mounts = spec.mounts().clone().unwrap_or_default();
-    check_mounts(&mounts)?;
-    for mount in &mut mounts {
-        fit_options(mount)?;
-    }
-    if user_namespace {
-        mounts.iter_mut().for_each(bind_the_pods);
-    }
+    mounts::fit(&mut mounts, user_namespace)?;
     spec.set_root(Some(root))
         .set_process(Some(process))
         .set_linux(Some(linux))
@@ -379,76 +376,6 @@ pub fn sysctl_path(key: &str) -> String {
     }
 }
 
-/// A user namespace may only mount the file systems of namespaces that are its own, and the pod's
-/// network and IPC are not: it gets the guest's mounts of them.
-fn bind_the_pods(mount: &mut Mount) {
-    let source = match mount.typ().as_deref() {
-        Some("sysfs") => "/sys",
-        Some("mqueue") => "/dev/mqueue",
-        _ => return,
-    };
-    let mut options = mount.options().clone().unwrap_or_default();
-    options.push("rbind".into());
-    mount
-        .set_typ(Some("bind".into()))
-        .set_source(Some(source.into()))
-        .set_options(Some(options));
-}
-
-/// Files of /proc that may be mounted over, as lxcfs does: those that runc allows.
-const IN_PROC: [&str; 11] = [
-    "cpuinfo",
-    "diskstats",
-    "loadavg",
-    "meminfo",
-    "net/dev",
-    "slabinfo",
-    "stat",
-    "swaps",
-    "sys/crypto/fips_enabled",
-    "sys/kernel/ns_last_pid",
-    "uptime",
-];
-
-/// A path without dots.
-pub fn clean(path: &Path) -> PathBuf {
-    let mut clean = PathBuf::from("/");
-    for part in path.components() {
-        match part {
-            Component::Normal(name) => clean.push(name),
-            Component::ParentDir => {
-                clean.pop();
-            }
-            _ => {}
-        }
-    }
-    clean
-}
-
-fn check_mounts(mounts: &[Mount]) -> Result<(), SpecError> {
-    for mount in mounts {
-        if !mount.destination().is_absolute() {
-            return Err(SpecError::Invalid(
-                "mounts[].destination",
-                format!("{} is not absolute", mount.destination().display()),
-            ));
-        }
-        // What a container believes of processes must not come from somebody else.
-        let is_proc = mount.typ().as_deref() == Some("proc");
-        let place: PathBuf = clean(mount.destination());
-        if let Ok(inside) = place.strip_prefix("/proc")
-            && !(is_proc && inside.as_os_str().is_empty())
-            && !IN_PROC.iter().any(|name| inside == Path::new(name))
-        {
-            return Err(SpecError::Invalid(
-                "mounts[].destination",
-                format!("{} cannot be mounted over in /proc", place.display()),
-            ));
-        }
-    }
-    Ok(())
-}
-
 /// libcontainer always changes all mounts of the root, and knows only the names without an `r`. What
 /// containerd sends has one.
 fn recursive_propagation(kind: String) -> String {
@@ -456,86 +383,6 @@ fn recursive_propagation(kind: String) -> String {
         "rprivate" | "rshared" | "rslave" | "runbindable" => kind[1..].to_owned(),
         _ => kind,
     }
-}
-
-/// Recursive options that take each other back.
-const RECURSIVE: [[&str; 2]; 6] = [
-    ["rro", "rrw"],
-    ["rnosuid", "rsuid"],
-    ["rnodev", "rdev"],
-    ["rnoexec", "rexec"],
-    ["rnodiratime", "rdiratime"],
-    ["rnosymfollow", "rsymfollow"],
-];
-
-/// Puts options in libcontainer's words: what it does not know it would hand to the file system, or drop
-/// with a bind; and of recursive options that contradict each other it does not take the last.
-fn fit_options(mount: &mut Mount) -> Result<(), SpecError> {
-    let Some(options) = mount.options() else {
-        return Ok(());
-    };
-    let refuse = |option: &str, why: &str| {
-        let place = mount.destination().display();
-        Err(SpecError::Invalid(
-            "mounts[].options",
-            format!("{option:?} at {place} {why}"),
-        ))
-    };
-    let is_bind = mount.typ().as_deref() == Some("bind")
-        || options.iter().any(|o| o == "bind" || o == "rbind");
-    let mut fitted: Vec<String> = Vec::with_capacity(options.len());
-    let mut add = |option: &str| {
-        if let Some(pair) = RECURSIVE.iter().find(|pair| pair.contains(&option)) {
-            fitted.retain(|o| !pair.contains(&o.as_str()));
-        }
-        fitted.push(option.to_owned());
-    };
-    for option in options {
-        match option.as_str() {
-            "nosymfollow" => add("rnosymfollow"),
-            "symfollow" => add("rsymfollow"),
-            // They change nothing of what the guest mounts: its file systems keep no versions of
-            // inodes, and the kernel writes of mounts into its log alone.
-            "iversion" | "noiversion" | "silent" | "loud" => {}
-            // A bind has no such flags of its own.
-            "lazytime" | "nolazytime" if is_bind => {}
-            "lazytime" | "nolazytime" => add(option),
-            "tmpcopyup" | "remount" => return refuse(option, "is not supported in a microVM"),
-            other if is_bind && !MOUNT_FLAGS.contains(&other) => {
-                return refuse(other, "is a file system's option, and a bind has none");
-            }
-            other => add(other),
-        }
-    }
-    mount.set_options(Some(fitted));
-    Ok(())
-}
-
-/// Reads a document of the specification. The names of two flags are misspelt in oci-spec 0.10.
-pub fn read<T: DeserializeOwned>(document: &[u8]) -> serde_json::Result<T> {
-    let error = match serde_json::from_slice(document) {
-        Ok(read) => return Ok(read),
-        Err(error) => error,
-    };
-    let mut tree: serde_json::Value = serde_json::from_slice(document)?;
-    let process = if tree.get("process").is_some() {
-        &mut tree["process"]
-    } else {
-        &mut tree
-    };
-    let flags = process.pointer_mut("/scheduler/flags");
-    for flag in flags
-        .and_then(serde_json::Value::as_array_mut)
-        .into_iter()
-        .flatten()
-    {
-        match flag.as_str() {
-            Some("SCHED_FLAG_RESET_ON_FORK") => *flag = "SCHED_RESET_ON_FORK".into(),
-            Some("SCHED_FLAG_DL_OVERRUN") => *flag = "SCHED_FLAG_D_L_OVERRUN".into(),
-            _ => {}
-        }
-    }
-    serde_json::from_value(tree).map_err(|_| error)
 }
 
 #[cfg(test)]
@@ -546,7 +393,7 @@ mod tests {
         serde_json::from_value(json).unwrap()
     }
 
-    fn small() -> serde_json::Value {
+    pub fn small() -> serde_json::Value {
         serde_json::json!({
             "ociVersion": "1.0.2",
             "root": {"path": "rootfs", "readonly": true},
@@ -563,7 +410,7 @@ mod tests {
         })
     }
 
-    fn adapted(json: serde_json::Value) -> Result<Adapted, SpecError> {
+    pub fn adapted(json: serde_json::Value) -> Result<Adapted, SpecError> {
         adapt(spec(json), Path::new("/run/rootfs"), "/pod/x", true)
     }
 
@@ -635,84 +482,6 @@ mod tests {
         let adapted = adapted(json).unwrap();
         let root = adapted.spec.root().as_ref().unwrap();
         assert_eq!(root.readonly(), Some(false));
-    }
-
-    #[test]
-    fn options_of_mounts_are_put_in_libcontainers_words() {
-        let fitted = |options: &[&str]| {
-            let mut json = small();
-            json["mounts"] =
-                serde_json::json!([{"destination": "/m", "type": "tmpfs", "options": options}]);
-            adapted(json).map(|a| {
-                a.spec.mounts().as_ref().unwrap()[0]
-                    .options()
-                    .clone()
-                    .unwrap()
-            })
-        };
-        assert_eq!(fitted(&["size=4k", "loud"]).unwrap(), ["size=4k"]);
-        assert_eq!(
-            fitted(&["nosymfollow", "ro", "rro", "rrw", "symfollow"]).unwrap(),
-            ["ro", "rrw", "rsymfollow"]
-        );
-        for (options, word) in [
-            (&["tmpcopyup"][..], "tmpcopyup"),
-            (&["remount", "ro"], "remount"),
-            (&["rbind", "size=4k"], "size=4k"),
-        ] {
-            let message = fitted(options).unwrap_err().to_string();
-            assert!(
-                message.contains(word) && message.contains("/m "),
-                "{message}"
-            );
-        }
-    }
-
-    #[test]
-    fn proc_is_mounted_over_only_where_it_tells_of_no_process() {
-        for (place, kind, fits) in [
-            ("/proc", "proc", true),
-            ("/proc/cpuinfo", "bind", true),
-            ("/process", "tmpfs", true),
-            ("/proc", "bind", false),
-            ("/x/../proc/self", "tmpfs", false),
-            ("/proc/sys", "proc", false),
-        ] {
-            let mut json = small();
-            json["mounts"] = serde_json::json!([{"destination": place, "type": kind}]);
-            assert_eq!(adapted(json).is_ok(), fits, "{place}");
-        }
-    }
-
-    #[test]
-    fn flags_of_a_scheduler_are_read_as_the_specification_spells_them() {
-        let flags = serde_json::json!([
-            "SCHED_FLAG_RESET_ON_FORK",
-            "SCHED_FLAG_RECLAIM",
-            "SCHED_FLAG_DL_OVERRUN"
-        ]);
-        let scheduler = serde_json::json!({"policy": "SCHED_DEADLINE", "flags": flags});
-        let process =
-            serde_json::json!({"user": {"uid": 0, "gid": 0}, "cwd": "/", "scheduler": scheduler});
-        let read_back: Process = read(process.to_string().as_bytes()).unwrap();
-        let count = |process: &Process| {
-            process
-                .scheduler()
-                .as_ref()
-                .unwrap()
-                .flags()
-                .as_ref()
-                .unwrap()
-                .len()
-        };
-        assert_eq!(count(&read_back), 3);
-        let mut json = small();
-        json["process"] = process;
-        let spec: Spec = read(json.to_string().as_bytes()).unwrap();
-        assert_eq!(count(spec.process().as_ref().unwrap()), 3);
-        json["process"]["scheduler"]["flags"] = serde_json::json!(["SCHED_FLAG_FAST"]);
-        let error = read::<Spec>(json.to_string().as_bytes()).unwrap_err();
-        assert!(error.to_string().contains("SCHED_FLAG_FAST"), "{error}");
     }
 
     #[test]

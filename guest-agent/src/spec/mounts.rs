@@ -1,0 +1,197 @@
+//! Mounts of a specification, in libcontainer's words.
+
+use std::path::{Component, Path, PathBuf};
+
+use cube_agent_protocol::MOUNT_FLAGS;
+use oci_spec::runtime::Mount;
+
+use super::SpecError;
+
+/// Checks and fits the mounts of a container.
+pub(super) fn fit(mounts: &mut [Mount], user_namespace: bool) -> Result<(), SpecError> {
+    for mount in mounts {
+        check_place(mount)?;
+        fit_options(mount)?;
+        if user_namespace {
+            bind_the_pods(mount);
+        }
+    }
+    Ok(())
+}
+
+/// Whether a mount binds what is there already.
+pub fn is_bind(mount: &Mount) -> bool {
+    let mut options = mount.options().iter().flatten();
+    mount.typ().as_deref() == Some("bind") || options.any(|o| o == "bind" || o == "rbind")
+}
+
+/// A path without dots.
+pub fn clean(path: &Path) -> PathBuf {
+    let mut clean = PathBuf::from("/");
+    for part in path.components() {
+        match part {
+            Component::Normal(name) => clean.push(name),
+            Component::ParentDir => {
+                clean.pop();
+            }
+            _ => {}
+        }
+    }
+    clean
+}
+
+/// Files of /proc that may be mounted over, as lxcfs does: those that runc allows.
+const IN_PROC: [&str; 11] = [
+    "cpuinfo",
+    "diskstats",
+    "loadavg",
+    "meminfo",
+    "net/dev",
+    "slabinfo",
+    "stat",
+    "swaps",
+    "sys/crypto/fips_enabled",
+    "sys/kernel/ns_last_pid",
+    "uptime",
+];
+
+fn check_place(mount: &Mount) -> Result<(), SpecError> {
+    let destination = mount.destination();
+    let refuse = |why: String| Err(SpecError::Invalid("mounts[].destination", why));
+    if !destination.is_absolute() {
+        return refuse(format!("{} is not absolute", destination.display()));
+    }
+    // What a container believes of processes must not come from somebody else.
+    let is_proc = mount.typ().as_deref() == Some("proc");
+    let place = clean(destination);
+    if let Ok(inside) = place.strip_prefix("/proc")
+        && !(is_proc && inside.as_os_str().is_empty())
+        && !IN_PROC.iter().any(|name| inside == Path::new(name))
+    {
+        return refuse(format!(
+            "{} cannot be mounted over in /proc",
+            place.display()
+        ));
+    }
+    Ok(())
+}
+
+/// Recursive options that take each other back.
+const RECURSIVE: [[&str; 2]; 6] = [
+    ["rro", "rrw"],
+    ["rnosuid", "rsuid"],
+    ["rnodev", "rdev"],
+    ["rnoexec", "rexec"],
+    ["rnodiratime", "rdiratime"],
+    ["rnosymfollow", "rsymfollow"],
+];
+
+/// Puts options in libcontainer's words: what it does not know it would hand to the file system, or drop
+/// with a bind; and of recursive options that contradict each other it does not take the last.
+fn fit_options(mount: &mut Mount) -> Result<(), SpecError> {
+    let Some(options) = mount.options() else {
+        return Ok(());
+    };
+    let refuse = |option: &str, why: &str| {
+        let place = mount.destination().display();
+        Err(SpecError::Invalid(
+            "mounts[].options",
+            format!("{option:?} at {place} {why}"),
+        ))
+    };
+    let is_bind = is_bind(mount);
+    let mut fitted: Vec<String> = Vec::with_capacity(options.len());
+    let mut add = |option: &str| {
+        if let Some(pair) = RECURSIVE.iter().find(|pair| pair.contains(&option)) {
+            fitted.retain(|o| !pair.contains(&o.as_str()));
+        }
+        fitted.push(option.to_owned());
+    };
+    for option in options {
+        match option.as_str() {
+            "nosymfollow" => add("rnosymfollow"),
+            "symfollow" => add("rsymfollow"),
+            // They change nothing of what the guest mounts: its file systems keep no versions of
+            // inodes, and the kernel writes of mounts into its log alone.
+            "iversion" | "noiversion" | "silent" | "loud" => {}
+            // A bind has no such flags of its own.
+            "lazytime" | "nolazytime" if is_bind => {}
+            "lazytime" | "nolazytime" => add(option),
+            "tmpcopyup" | "remount" => return refuse(option, "is not supported in a microVM"),
+            other if is_bind && !MOUNT_FLAGS.contains(&other) => {
+                return refuse(other, "is a file system's option, and a bind has none");
+            }
+            other => add(other),
+        }
+    }
+    mount.set_options(Some(fitted));
+    Ok(())
+}
+
+/// A user namespace may only mount the file systems of namespaces that are its own, and the pod's
+/// network and IPC are not: it gets the guest's mounts of them.
+fn bind_the_pods(mount: &mut Mount) {
+    let source = match mount.typ().as_deref() {
+        Some("sysfs") => "/sys",
+        Some("mqueue") => "/dev/mqueue",
+        _ => return,
+    };
+    let mut options = mount.options().clone().unwrap_or_default();
+    options.push("rbind".into());
+    mount
+        .set_typ(Some("bind".into()))
+        .set_source(Some(source.into()))
+        .set_options(Some(options));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{adapted, small};
+
+    #[test]
+    fn options_of_mounts_are_put_in_libcontainers_words() {
+        let fitted = |options: &[&str]| {
+            let mut json = small();
+            json["mounts"] =
+                serde_json::json!([{"destination": "/m", "type": "tmpfs", "options": options}]);
+            adapted(json).map(|a| {
+                a.spec.mounts().as_ref().unwrap()[0]
+                    .options()
+                    .clone()
+                    .unwrap()
+            })
+        };
+        assert_eq!(fitted(&["size=4k", "loud"]).unwrap(), ["size=4k"]);
+        assert_eq!(
+            fitted(&["nosymfollow", "ro", "rro", "rrw", "symfollow"]).unwrap(),
+            ["ro", "rrw", "rsymfollow"]
+        );
+        for (options, word) in [
+            (&["tmpcopyup"][..], "tmpcopyup"),
+            (&["remount", "ro"], "remount"),
+            (&["rbind", "size=4k"], "size=4k"),
+        ] {
+            let message = fitted(options).unwrap_err().to_string();
+            assert!(
+                message.contains(word) && message.contains("/m "),
+                "{message}"
+            );
+        }
+    }
+
+    #[test]
+    fn proc_is_mounted_over_only_where_it_tells_of_no_process() {
+        for (place, kind, fits) in [
+            ("/proc", "proc", true),
+            ("/proc/cpuinfo", "bind", true),
+            ("/process", "tmpfs", true),
+            ("/proc", "bind", false),
+            ("/x/../proc/self", "tmpfs", false),
+            ("/proc/sys", "proc", false),
+        ] {
+            let mut json = small();
+            json["mounts"] = serde_json::json!([{"destination": place, "type": kind}]);
+            assert_eq!(adapted(json).is_ok(), fits, "{place}");
+        }
+    }
+}
