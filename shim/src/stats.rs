@@ -3,7 +3,7 @@
 
 use containerd_shim_protos::cgroups::metrics as v1;
 use containerd_shim_protos::cgroups_v2::metrics as v2;
-use cube_agent_protocol::agent::StatsResponse;
+use cube_agent_protocol::agent::{Pressure, Stall, StatsResponse};
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 
@@ -45,6 +45,7 @@ fn to_v2(stats: &StatsResponse) -> v2::Metrics {
             nr_periods: cpu.nr_periods,
             nr_throttled: cpu.nr_throttled,
             throttled_usec: cpu.throttled_usec,
+            psi: pressure(&stats.cpu_pressure),
             ..Default::default()
         });
     }
@@ -93,6 +94,8 @@ fn to_v2(stats: &StatsResponse) -> v2::Metrics {
             swap_usage: memory.swap_current,
             swap_limit: memory.swap_max,
             max_usage: memory.peak,
+            swap_max_usage: memory.swap_peak,
+            psi: pressure(&stats.memory_pressure),
             ..Default::default()
         });
         metrics.memory_events = MessageField::some(v2::MemoryEvents {
@@ -105,7 +108,8 @@ fn to_v2(stats: &StatsResponse) -> v2::Metrics {
             ..Default::default()
         });
     }
-    if !stats.io.is_empty() {
+    let io_pressure = pressure(&stats.io_pressure);
+    if !stats.io.is_empty() || io_pressure.is_some() {
         let usage = stats
             .io
             .iter()
@@ -121,6 +125,7 @@ fn to_v2(stats: &StatsResponse) -> v2::Metrics {
             .collect();
         metrics.io = MessageField::some(v2::IOStat {
             usage,
+            psi: io_pressure,
             ..Default::default()
         });
     }
@@ -131,10 +136,34 @@ fn to_v2(stats: &StatsResponse) -> v2::Metrics {
             current: pages.current,
             max: pages.max,
             pagesize: pages.page_size.clone(),
+            failcnt: pages.failures,
             ..Default::default()
         })
         .collect();
     metrics
+}
+
+fn pressure(figures: &MessageField<Pressure>) -> MessageField<v2::PSIStats> {
+    let stall = |stall: &MessageField<Stall>| {
+        stall
+            .as_ref()
+            .map(|stall| v2::PSIData {
+                avg10: stall.avg10,
+                avg60: stall.avg60,
+                avg300: stall.avg300,
+                total: stall.total,
+                ..Default::default()
+            })
+            .into()
+    };
+    figures
+        .as_ref()
+        .map(|figures| v2::PSIStats {
+            some: stall(&figures.some),
+            full: stall(&figures.full),
+            ..Default::default()
+        })
+        .into()
 }
 
 fn to_v1(stats: &StatsResponse) -> v1::Metrics {
@@ -142,7 +171,12 @@ fn to_v1(stats: &StatsResponse) -> v1::Metrics {
     if let Some(pids) = stats.pids.as_ref() {
         metrics.pids = MessageField::some(v1::PidsStat {
             current: pids.current,
-            limit: pids.limit,
+            // There it is 0 that stands for no limit.
+            limit: if pids.limit == u64::MAX {
+                0
+            } else {
+                pids.limit
+            },
             ..Default::default()
         });
     }
@@ -256,6 +290,7 @@ fn to_v1(stats: &StatsResponse) -> v1::Metrics {
         .map(|pages| v1::HugetlbStat {
             usage: pages.current,
             max: pages.max,
+            failcnt: pages.failures,
             pagesize: pages.page_size.clone(),
             ..Default::default()
         })
@@ -265,7 +300,7 @@ fn to_v1(stats: &StatsResponse) -> v1::Metrics {
 
 #[cfg(test)]
 mod tests {
-    use cube_agent_protocol::agent::{Cpu, IoDevice, Memory, Pids};
+    use cube_agent_protocol::agent::{Cpu, HugeTlb, IoDevice, Memory, Pids};
 
     use super::*;
 
@@ -294,6 +329,18 @@ mod tests {
                 wbytes: 1024,
                 ..Default::default()
             }],
+            hugetlb: vec![HugeTlb {
+                failures: 5,
+                ..Default::default()
+            }],
+            cpu_pressure: MessageField::some(Pressure {
+                some: MessageField::some(Stall {
+                    avg10: 1.5,
+                    total: 77,
+                    ..Default::default()
+                }),
+                ..Default::default()
+            }),
             ..Default::default()
         }
     }
@@ -312,6 +359,10 @@ mod tests {
         assert_eq!(metrics.memory_events.oom_kill, 2);
         assert_eq!((metrics.pids.current, metrics.pids.limit), (3, 9));
         assert_eq!(metrics.io.usage[0].wbytes, 1024);
+        assert_eq!(metrics.hugetlb[0].failcnt, 5);
+        let psi = &metrics.cpu.psi;
+        assert_eq!((psi.some.avg10, psi.some.total), (1.5, 77));
+        assert!(psi.full.is_none() && metrics.memory.psi.is_none());
     }
 
     #[test]
@@ -324,8 +375,23 @@ mod tests {
             (metrics.memory.usage.usage, metrics.memory.rss),
             (4096, 1024)
         );
+        assert_eq!(metrics.pids.limit, 9);
         let total = &metrics.blkio.io_service_bytes_recursive[2];
         assert_eq!((total.op.as_str(), total.value), ("Total", 1536));
+    }
+
+    #[test]
+    fn no_limit_of_processes_is_said_as_each_version_says_it() {
+        let stats = StatsResponse {
+            pids: MessageField::some(Pids {
+                current: 3,
+                limit: u64::MAX,
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        assert_eq!(to_v2(&stats).pids.limit, u64::MAX);
+        assert_eq!(to_v1(&stats).pids.limit, 0);
     }
 
     #[test]

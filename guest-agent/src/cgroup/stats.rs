@@ -19,6 +19,9 @@ impl Cgroup {
             .text("io.stat")?
             .map_or_else(Vec::new, |text| io_devices(&text));
         stats.hugetlb = self.hugetlb()?;
+        stats.cpu_pressure = self.pressure("cpu.pressure")?.into();
+        stats.memory_pressure = self.pressure("memory.pressure")?.into();
+        stats.io_pressure = self.pressure("io.pressure")?.into();
         Ok(stats)
     }
 
@@ -47,6 +50,7 @@ impl Cgroup {
         memory.swap_current = self.number("memory.swap.current")?.unwrap_or_default();
         memory.swap_max = self.number("memory.swap.max")?.unwrap_or(u64::MAX);
         memory.peak = self.number("memory.peak")?.unwrap_or_default();
+        memory.swap_peak = self.number("memory.swap.peak")?.unwrap_or_default();
         memory.stat = flat(&self.text("memory.stat")?.unwrap_or_default());
         memory.events = flat(&self.text("memory.events")?.unwrap_or_default());
         Ok(Some(memory))
@@ -58,11 +62,12 @@ impl Cgroup {
         };
         let mut pids = agent::Pids::new();
         pids.current = current;
-        pids.limit = match self.number("pids.max")? {
-            None | Some(u64::MAX) => 0,
-            Some(limit) => limit,
-        };
+        pids.limit = self.number("pids.max")?.unwrap_or(u64::MAX);
         Ok(Some(pids))
+    }
+
+    fn pressure(&self, name: &str) -> Result<Option<agent::Pressure>> {
+        Ok(self.text(name)?.map(|text| pressure(&text)))
     }
 
     fn hugetlb(&self) -> Result<Vec<agent::HugeTlb>> {
@@ -86,6 +91,9 @@ impl Cgroup {
             hugetlb.max = self
                 .number(&format!("hugetlb.{page_size}.max"))?
                 .unwrap_or(u64::MAX);
+            let events = self.text(&format!("hugetlb.{page_size}.events"))?;
+            let events = flat(&events.unwrap_or_default());
+            hugetlb.failures = events.get("max").copied().unwrap_or_default();
             all.push(hugetlb);
         }
         all.sort_by(|a, b| a.page_size.cmp(&b.page_size));
@@ -131,6 +139,32 @@ fn flat(text: &str) -> HashMap<String, u64> {
             Some((key.to_owned(), number(value)?))
         })
         .collect()
+}
+
+/// "some KEY=NUMBER …" and "full KEY=NUMBER …".
+fn pressure(text: &str) -> agent::Pressure {
+    let mut pressure = agent::Pressure::new();
+    for line in text.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let which = words.next();
+        let mut stall = agent::Stall::new();
+        for (key, value) in words.filter_map(|word| word.split_once('=')) {
+            let share = || value.parse().unwrap_or_default();
+            match key {
+                "avg10" => stall.avg10 = share(),
+                "avg60" => stall.avg60 = share(),
+                "avg300" => stall.avg300 = share(),
+                "total" => stall.total = value.parse().unwrap_or_default(),
+                _ => {}
+            }
+        }
+        match which {
+            Some("some") => pressure.some = Some(stall).into(),
+            Some("full") => pressure.full = Some(stall).into(),
+            _ => {}
+        }
+    }
+    pressure
 }
 
 /// "MAJOR:MINOR KEY=NUMBER …" lines.
@@ -181,6 +215,11 @@ mod tests {
             ("hugetlb.2MB.current", "0\n"),
             ("hugetlb.2MB.rsvd.current", "0\n"),
             ("hugetlb.2MB.max", "max\n"),
+            ("hugetlb.2MB.events", "max 6\n"),
+            (
+                "io.pressure",
+                "some avg10=1.50 avg60=0.20 avg300=0.00 total=77\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n",
+            ),
         ] {
             fs::write(dir.path().join(file), text).unwrap();
         }
@@ -194,11 +233,16 @@ mod tests {
             (stats.memory.stat["file"], stats.memory.events["oom_kill"]),
             (2, 4)
         );
-        assert_eq!((stats.pids.current, stats.pids.limit), (2, 0));
+        assert_eq!((stats.pids.current, stats.pids.limit), (2, u64::MAX));
         assert_eq!(stats.io.len(), 2);
         assert_eq!((stats.io[0].major, stats.io[0].wios), (254, 4));
         assert_eq!(stats.hugetlb.len(), 1);
         assert_eq!(stats.hugetlb[0].page_size, "2MB");
+        assert_eq!(stats.hugetlb[0].failures, 6);
+        let pressure = &stats.io_pressure;
+        assert_eq!((pressure.some.avg10, pressure.some.avg60), (1.5, 0.2));
+        assert_eq!((pressure.some.total, pressure.full.total), (77, 7));
+        assert!(stats.cpu_pressure.is_none());
     }
 
     #[test]
@@ -220,7 +264,7 @@ mod tests {
 
         #[test]
         fn no_text_is_too_strange(text in "\\PC*") {
-            let _ = (flat(&text), io_devices(&text), number(&text));
+            let _ = (flat(&text), io_devices(&text), number(&text), pressure(&text));
         }
     }
 }
