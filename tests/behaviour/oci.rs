@@ -1,0 +1,122 @@
+//! The OCI runtime specification, field by field: the same bundles run with cube and with runc, and what a container sees is
+//! compared. A bundle is a small one with a change; together the changes have every field of `oci/fields`.
+//!
+//! `CUBE_TEST_CASE` picks the bundles that have one of its parts (`a|b`) in their name, and tells of each what became of it.
+
+#[path = "oci/bundle.rs"]
+mod bundle;
+#[path = "oci/cases/mod.rs"]
+mod cases;
+#[path = "oci/lane.rs"]
+mod lane;
+
+use std::io::Write;
+use std::time::Instant;
+
+use bundle::{Case, Expect};
+use lane::{Lane, Outcome};
+
+#[test]
+fn every_field_of_the_specification_has_a_bundle() {
+    let used: Vec<Vec<String>> = cases::all()
+        .iter()
+        .flat_map(|case| bundle::fields(&case.change))
+        .collect();
+    let fields = include_str!("oci/fields");
+    let fields = fields.lines().filter(|line| !line.starts_with('#'));
+    let missing: Vec<_> = fields
+        .filter(|field| !used.iter().any(|path| bundle::is_at(path, field)))
+        .collect();
+    assert!(missing.is_empty(), "no bundle has {missing:#?}");
+}
+
+#[test]
+fn processes_are_what_the_bundle_says() {
+    compare("process", cases::process::cases());
+}
+
+#[test]
+fn mounts_are_what_the_bundle_says() {
+    compare("mounts", cases::mounts::cases());
+}
+
+#[test]
+fn cgroups_are_what_the_bundle_says() {
+    compare("cgroups", cases::cgroups::cases());
+}
+
+#[test]
+fn seccomp_filters_are_what_the_bundle_says() {
+    compare("seccomp", cases::seccomp::cases());
+}
+
+#[test]
+fn namespaces_devices_and_hooks_are_what_the_bundle_says() {
+    compare("linux", cases::linux::cases());
+}
+
+/// Goes past the test harness, which keeps what a test prints to itself unless it fails.
+fn tell(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Runs the bundles with both runtimes at the same time.
+fn compare(topic: &str, mut cases: Vec<Case>) {
+    if let Ok(wanted) = std::env::var("CUBE_TEST_CASE") {
+        cases.retain(|case| wanted.split('|').any(|part| case.name.contains(part)));
+    }
+    if cases.is_empty() {
+        return;
+    }
+    let begin = Instant::now();
+    let (cube, runc) = std::thread::scope(|scope| {
+        let cube = scope.spawn(|| Lane::cube().run_all(&cases));
+        let runc = scope.spawn(|| Lane::runc().run_all(&cases));
+        (cube.join().unwrap(), runc.join().unwrap())
+    });
+    let count = |kind: fn(&Expect) -> bool| cases.iter().filter(|c| kind(&c.expect)).count();
+    tell(&format!(
+        "oci: {topic}: {} bundles in {} s: {} to be the same, {} refused, {} otherwise",
+        cases.len(),
+        begin.elapsed().as_secs(),
+        count(|e| *e == Expect::Same),
+        count(|e| matches!(e, Expect::Refused(_))),
+        count(|e| matches!(e, Expect::Otherwise(..))),
+    ));
+    let faults: Vec<_> = cases
+        .iter()
+        .zip(cube.iter().zip(&runc))
+        .filter_map(|(case, (cube, runc))| fault(case, cube, runc))
+        .collect();
+    assert!(
+        faults.is_empty(),
+        "{} of {} bundles:\n{}",
+        faults.len(),
+        cases.len(),
+        faults.join("\n")
+    );
+}
+
+/// What is wrong with what the two have done.
+fn fault(case: &Case, cube: &Outcome, runc: &Outcome) -> Option<String> {
+    let told = |what: &str| {
+        Some(format!(
+            "--- {}: {what}\ncube: {cube}\nrunc: {runc}",
+            case.name
+        ))
+    };
+    match (&case.expect, cube) {
+        (Expect::Same, Outcome::Refused(_)) => told("is refused"),
+        (Expect::Same, _) if cube != runc => told("differs"),
+        (Expect::Same, _) => None,
+        (Expect::Refused(words), Outcome::Refused(message)) if message.contains(words) => None,
+        (Expect::Refused(words), _) => told(&format!("is to be refused by {words:?}")),
+        (Expect::Otherwise(..), cube) if cube == runc => told("is the same by now"),
+        (Expect::Otherwise(status, output), Outcome::Ran(s, o))
+            if (s, o.trim()) == (status, output.trim()) =>
+        {
+            None
+        }
+        (Expect::Otherwise(_, output), _) => told(&format!("is to be {output:?}")),
+    }
+}
