@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 /// What is wanted of cube.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// What runc's container sees, and its exit status.
+    /// What runc's container sees, and its exit status; or a refusal, if runc refuses it as well.
     Same,
     /// It is refused when it is created, by a sentence with these words; runc may do it.
     Refused(&'static str),
