@@ -303,11 +303,13 @@ fn refusals() -> Vec<Case> {
             json!({"process": {"env+": ["NOVALUE"]}}),
             "env | sort",
         ),
+        // runc wants a kernel with AppArmor for it, which the nested host has not.
         same(
             "process: unconfined by AppArmor",
             json!({"process": {"apparmorProfile": "unconfined"}}),
             "echo it runs",
-        ),
+        )
+        .otherwise(0, "it runs"),
         refused(
             "AppArmor",
             "process: an AppArmor profile",
