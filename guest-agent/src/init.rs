@@ -18,6 +18,7 @@ use crate::container::Settings;
 use crate::error::chain;
 use crate::helper::parent::Launcher;
 use crate::serve::{self, ServeError};
+use crate::spec::MOST_FILES;
 use crate::{logger, transport};
 
 /// Where containers' directories are.
@@ -186,14 +187,12 @@ fn open_standard_streams() {
 
 /// The kernel gives its init the limits of a small machine (1024 files, processes by the size of
 /// memory), and containers that ask for none inherit them: raise them to what containerd's own
-/// service has on a host.
+/// service has on a host. The one for core dumps stays (none, unless a process asks): here a file in the
+/// container's working directory is all that could become of them.
 fn raise_limits() -> io::Result<()> {
     use nix::sys::resource::{RLIM_INFINITY, Resource, setrlimit};
-    // The kernel's default of fs.nr_open.
-    const FILES: u64 = 1 << 20;
-    setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES)?;
+    setrlimit(Resource::RLIMIT_NOFILE, MOST_FILES, MOST_FILES)?;
     setrlimit(Resource::RLIMIT_NPROC, RLIM_INFINITY, RLIM_INFINITY)?;
-    setrlimit(Resource::RLIMIT_CORE, RLIM_INFINITY, RLIM_INFINITY)?;
     Ok(())
 }
 

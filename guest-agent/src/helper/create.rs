@@ -12,7 +12,7 @@ use oci_spec::runtime::{LinuxIdMapping, Mount, Spec};
 
 use super::child::{ChildError, Control};
 use super::executor::{InitExecutor, in_words};
-use super::{BlockNumbers, CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags};
+use super::{BlockNumbers, CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags, priority};
 use crate::cgroup::Cgroup;
 use crate::renumber;
 use crate::spec::{self, Adapted, clean, is_bind};
@@ -70,6 +70,7 @@ fn build(
                 ChildError::Failed(message)
             }
         })?;
+    priority::try_out(&process).map_err(during_init)?;
     make_working_directory(&adapted.spec, &order.rootfs, process.cwd())?;
     if let Some(mounts) = adapted.spec.mounts_mut() {
         keep_modes(mounts, &order.rootfs);
@@ -256,11 +257,21 @@ fn make_working_directory(spec: &Spec, rootfs: &Path, cwd: &Path) -> Result<(), 
     if relative.as_os_str().is_empty() || !root.is_dir() {
         return Ok(());
     }
-    // A path that cannot be made shows when the container's init changes to it.
-    if let Err(error) = crate::inside::make_directories(root, &relative) {
-        log::debug!("the working directory {}: {error}", path.display());
+    match crate::inside::make_directories(root, &relative) {
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+            Err(ChildError::Invalid(format!(
+                "process.cwd is not valid: {} is not a directory, or not in one",
+                cwd.display()
+            )))
+        }
+        // Another path that cannot be made shows when the container's init changes to it.
+        made => {
+            if let Err(error) = made {
+                log::debug!("the working directory {}: {error}", path.display());
+            }
+            Ok(())
+        }
     }
-    Ok(())
 }
 
 /// The guest's number of a container's user.
@@ -324,6 +335,20 @@ mod tests {
             options,
             [vec!["mode=1750"], vec!["mode=700"], vec![], vec!["bind"]]
         );
+    }
+
+    #[test]
+    fn a_working_directory_is_made_unless_a_file_is_in_its_place() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), "").unwrap();
+        let spec = Spec::default();
+        let make = |cwd: &str| make_working_directory(&spec, dir.path(), Path::new(cwd));
+        make("/a/b").unwrap();
+        assert!(dir.path().join("a/b").is_dir());
+        for cwd in ["/file", "/file/below"] {
+            let message = make(cwd).unwrap_err().to_string();
+            assert!(message.starts_with("process.cwd "), "{message}");
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use std::io;
 
 use libcontainer::syscall::Syscall;
+use libcontainer::syscall::syscall::create_syscall;
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
@@ -45,6 +46,20 @@ fn parse(list: &str) -> Option<CpuSet> {
         }
     }
     Some(set)
+}
+
+/// Whether a container's init can have its scheduler, and its input and output, as it is asked for: libcontainer, which
+/// sets them there, does not say of which field it speaks. It is tried on a thread, which ends with it.
+pub fn try_out(process: &Process) -> Result<(), ChildError> {
+    if process.io_priority().is_none() && process.scheduler().is_none() {
+        return Ok(());
+    }
+    let attempt = || set(process, create_syscall().as_ref());
+    std::thread::scope(|scope| scope.spawn(attempt).join()).unwrap_or_else(|_| {
+        Err(ChildError::Failed(
+            "cannot try process.scheduler and process.ioPriority out".into(),
+        ))
+    })
 }
 
 /// Sets `process.ioPriority` and `process.scheduler`, which takes rights that the user may not have.
@@ -107,6 +122,24 @@ fn schedule(asked: &Scheduler) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_scheduler_that_the_kernel_does_not_take_is_refused_and_this_thread_stays_as_it_is() {
+        let process = |scheduler: serde_json::Value| -> Process {
+            serde_json::from_value(serde_json::json!({
+                "user": {"uid": 0, "gid": 0}, "cwd": "/", "scheduler": scheduler,
+            }))
+            .unwrap()
+        };
+        try_out(&process(
+            serde_json::json!({"policy": "SCHED_BATCH", "nice": 1}),
+        ))
+        .unwrap();
+        // SAFETY: sched_getscheduler has no memory arguments.
+        assert_eq!(unsafe { libc::sched_getscheduler(0) }, libc::SCHED_OTHER);
+        let error = try_out(&process(serde_json::json!({"policy": "SCHED_FIFO"}))).unwrap_err();
+        assert!(error.to_string().contains("process.scheduler"), "{error}");
+    }
 
     #[test]
     fn lists_of_processors_are_read() {

@@ -7,19 +7,21 @@
 
 mod document;
 mod mounts;
+mod process;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use nix::sched::CloneFlags;
 use oci_spec::runtime::{
-    Capabilities, Hooks, LinuxCapabilities, LinuxNamespace, LinuxNamespaceType, LinuxResources,
-    LinuxSeccompAction, Process, RootBuilder, Spec,
+    Hooks, LinuxNamespace, LinuxNamespaceType, LinuxResources, LinuxSeccompAction, Process,
+    RootBuilder, Spec,
 };
 
 use crate::helper::ExecBase;
 pub use document::{of_tree, read};
 pub use mounts::{clean, is_bind};
+pub use process::{MOST_FILES, adapt_process};
 
 /// A specification that the guest cannot carry out.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -77,7 +79,7 @@ pub fn adapt(
         adapt_hooks(hooks, &process);
     }
     if process.capabilities().is_none() {
-        process.set_capabilities(Some(no_capabilities()));
+        process.set_capabilities(Some(process::no_capabilities()));
     }
     let mut linux = spec.linux().clone().ok_or(SpecError::Missing("linux"))?;
 
@@ -107,8 +109,9 @@ pub fn adapt(
     let sysctls = pod_sysctls(linux.sysctl().as_ref())?;
     let resources = linux.resources().clone().unwrap_or_default();
 
-    if let Some(kind) = linux.rootfs_propagation().clone() {
-        linux.set_rootfs_propagation(Some(recursive_propagation(kind)));
+    if let Some(kind) = linux.rootfs_propagation() {
+        let kind = recursive_propagation(kind)?;
+        linux.set_rootfs_propagation(kind);
     }
     linux
         .set_namespaces(Some(namespaces))
@@ -140,79 +143,6 @@ pub fn adapt(
         resources,
         base,
     })
-}
-
-/// Checks and fits a process object, of a container or of an exec.
-pub fn adapt_process(process: &mut Process, terminal: bool) -> Result<(), SpecError> {
-    if process.args().as_ref().is_none_or(Vec::is_empty) {
-        return Err(SpecError::Missing("process.args"));
-    }
-    if !process.cwd().is_absolute() {
-        return Err(SpecError::Invalid(
-            "process.cwd",
-            format!("{} is not absolute", process.cwd().display()),
-        ));
-    }
-    if process
-        .apparmor_profile()
-        .as_ref()
-        .is_some_and(|p| !matches!(p.as_str(), "" | "unconfined"))
-    {
-        return Err(SpecError::Unsupported {
-            field: "process.apparmorProfile",
-            reason: "the guest kernel has no AppArmor",
-        });
-    }
-    if process
-        .selinux_label()
-        .as_ref()
-        .is_some_and(|l| !l.is_empty())
-    {
-        return Err(SpecError::Unsupported {
-            field: "process.selinuxLabel",
-            reason: "the guest kernel has no SELinux",
-        });
-    }
-    for variable in process.env().iter().flatten() {
-        if !variable.contains('=') {
-            return Err(SpecError::Invalid(
-                "process.env",
-                format!("{variable:?} has no '='"),
-            ));
-        }
-    }
-    process
-        .set_terminal(Some(terminal))
-        .set_apparmor_profile(None)
-        .set_selinux_label(None);
-    // A set that is not mentioned is empty, as runc has it. libcontainer would leave it as it is, and
-    // the agent's are full. (Its inheritable and ambient sets are empty.)
-    if let Some(mut capabilities) = process.capabilities().clone() {
-        let empty = || Some(Capabilities::default());
-        if capabilities.effective().is_none() {
-            capabilities.set_effective(empty());
-        }
-        if capabilities.permitted().is_none() {
-            capabilities.set_permitted(empty());
-        }
-        process.set_capabilities(Some(capabilities));
-    }
-    // libcontainer takes "false" for "set": it would load a filter without the right to.
-    if process.no_new_privileges() == Some(false) {
-        process.set_no_new_privileges(None);
-    }
-    Ok(())
-}
-
-fn no_capabilities() -> LinuxCapabilities {
-    let mut capabilities = LinuxCapabilities::default();
-    capabilities
-        .set_bounding(Some(Capabilities::default()))
-        .set_effective(Some(Capabilities::default()))
-        .set_permitted(Some(Capabilities::default()))
-        .set_inheritable(None)
-        .set_ambient(None);
-    capabilities
 }
 
 /// Hooks that run just before the container's program have its environment, unless they name their
@@ -378,10 +308,16 @@ pub fn sysctl_path(key: &str) -> String {
 
 /// libcontainer always changes all mounts of the root, and knows only the names without an `r`. What
 /// containerd sends has one.
-fn recursive_propagation(kind: String) -> String {
-    match kind.as_str() {
-        "rprivate" | "rshared" | "rslave" | "runbindable" => kind[1..].to_owned(),
-        _ => kind,
+fn recursive_propagation(kind: &str) -> Result<Option<String>, SpecError> {
+    match kind.strip_prefix('r').unwrap_or(kind) {
+        "" => Ok(None),
+        known @ ("private" | "shared" | "slave" | "unbindable") => Ok(Some(known.to_owned())),
+        _ => Err(SpecError::Invalid(
+            "linux.rootfsPropagation",
+            format!(
+                "{kind:?} is neither of private, shared, slave and unbindable nor one of them with an r before"
+            ),
+        )),
     }
 }
 
@@ -456,26 +392,6 @@ mod tests {
     }
 
     #[test]
-    fn capabilities_that_are_not_mentioned_are_none() {
-        let capabilities = |value: Option<serde_json::Value>| {
-            let mut json = small();
-            if let Some(value) = value {
-                json["process"]["capabilities"] = value;
-            }
-            let process = adapted(json).unwrap().spec.process().clone().unwrap();
-            process.capabilities().clone().unwrap()
-        };
-        for capabilities in [
-            capabilities(None),
-            capabilities(Some(serde_json::json!({"bounding": ["CAP_CHOWN"]}))),
-        ] {
-            assert_eq!(capabilities.effective(), &Some(Capabilities::default()));
-            assert_eq!(capabilities.permitted(), &Some(Capabilities::default()));
-            assert!(capabilities.inheritable().is_none() && capabilities.ambient().is_none());
-        }
-    }
-
-    #[test]
     fn a_root_is_writable_unless_the_spec_says_otherwise() {
         let mut json = small();
         json["root"].as_object_mut().unwrap().remove("readonly");
@@ -490,6 +406,7 @@ mod tests {
             ("rslave", "slave"),
             ("rshared", "shared"),
             ("private", "private"),
+            ("runbindable", "unbindable"),
         ] {
             let mut json = small();
             json["linux"]["rootfsPropagation"] = asked.into();
@@ -534,17 +451,6 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_a_profile_needs_no_apparmor() {
-        for profile in ["", "unconfined"] {
-            let mut json = small();
-            json["process"]["apparmorProfile"] = profile.into();
-            let adapted = adapted(json).unwrap();
-            let process = adapted.spec.process().clone().unwrap();
-            assert_eq!(*process.apparmor_profile(), None);
-        }
-    }
-
-    #[test]
     fn what_the_guest_cannot_do_is_refused_by_name() {
         let cases = [
             (
@@ -576,6 +482,11 @@ mod tests {
                 "/hooks",
                 serde_json::json!({"poststop": [{"path": "/x"}]}),
                 "hooks",
+            ),
+            (
+                "/linux/rootfsPropagation",
+                serde_json::json!("wide"),
+                "linux.rootfsPropagation",
             ),
             ("/process/cwd", serde_json::json!("x"), "process.cwd"),
             ("/process/args", serde_json::json!([]), "process.args"),
