@@ -18,6 +18,7 @@ pub fn apply(cgroup: &Cgroup, asked: &LinuxResources) -> Result<()> {
     }
     if let Some(memory) = asked.memory() {
         settings.extend(memory_settings(memory)?);
+        check_use(cgroup, memory)?;
     }
     if let Some(pids) = asked.pids() {
         settings.push(("pids.max".into(), pids_max(pids)));
@@ -188,6 +189,32 @@ fn memory_settings(memory: &LinuxMemory) -> Result<Settings> {
     Ok(settings)
 }
 
+/// `checkBeforeUpdate`: whether a limit leaves room for what is in use, which the kernel would take away by killing.
+fn check_use(cgroup: &Cgroup, memory: &LinuxMemory) -> Result<()> {
+    let limits = [
+        ("linux.resources.memory.limit", memory.limit()),
+        ("linux.resources.memory.swap", memory.swap()),
+    ];
+    if memory.check_before_update() != Some(true) {
+        return Ok(());
+    }
+    let file = cgroup.file("memory.current");
+    let text = read(&file)?;
+    let in_use: i64 = text
+        .trim()
+        .parse()
+        .map_err(|_| CgroupError::Format(file, text))?;
+    for (field, limit) in limits {
+        if let Some(limit) = limit.filter(|limit| *limit > 0 && *limit <= in_use) {
+            return Err(CgroupError::Invalid(
+                field,
+                format!("{limit} bytes are not more than the {in_use} that are in use"),
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// A number of bytes; -1 is "max".
 fn setting(file: &'static str, bytes: i64) -> Result<(String, String)> {
     let value = match bytes {
@@ -339,6 +366,41 @@ mod tests {
             applied(json, &files).unwrap(),
             ["max 50000", "max", "max", "max"]
         );
+    }
+
+    #[test]
+    fn a_limit_below_what_is_in_use_is_refused_if_that_is_to_be_checked() {
+        let dir = tempfile::tempdir().unwrap();
+        for (file, text) in [
+            ("memory.current", "5000\n"),
+            ("memory.max", ""),
+            ("memory.swap.max", ""),
+        ] {
+            fs::write(dir.path().join(file), text).unwrap();
+        }
+        let cgroup = Cgroup {
+            dir: dir.path().to_owned(),
+        };
+        let update = |limit: i64, swap: i64, check: bool| {
+            let memory =
+                serde_json::json!({"limit": limit, "swap": swap, "checkBeforeUpdate": check});
+            apply(
+                &cgroup,
+                &serde_json::from_value(serde_json::json!({"memory": memory})).unwrap(),
+            )
+        };
+        let message = update(4000, -1, true).unwrap_err().to_string();
+        assert!(
+            message.contains("memory.limit") && message.contains("5000"),
+            "{message}"
+        );
+        assert_eq!(
+            fs::read_to_string(dir.path().join("memory.max")).unwrap(),
+            ""
+        );
+        update(6000, -1, true).unwrap();
+        update(-1, -1, true).unwrap();
+        update(4000, -1, false).unwrap();
     }
 
     #[test]
