@@ -7,12 +7,17 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 
-/// Opens a directory below `root` as if `root` were `/` (openat2(2), RESOLVE_IN_ROOT).
+/// Opens a directory below `root` as if `root` were `/`.
 fn open_directory(root: BorrowedFd<'_>, path: &Path) -> io::Result<OwnedFd> {
+    open(root, path, libc::O_DIRECTORY)
+}
+
+/// Opens a path below `root` as if `root` were `/` (openat2(2), RESOLVE_IN_ROOT).
+fn open(root: BorrowedFd<'_>, path: &Path, flags: libc::c_int) -> io::Result<OwnedFd> {
     let path = c_path(path.as_os_str())?;
     // SAFETY: open_how is plain integers, for which all zeroes is a value.
     let mut how: libc::open_how = unsafe { std::mem::zeroed() };
-    how.flags = (libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC) as u64;
+    how.flags = (flags | libc::O_PATH | libc::O_CLOEXEC) as u64;
     how.resolve = libc::RESOLVE_IN_ROOT | libc::RESOLVE_NO_MAGICLINKS;
     // SAFETY: the path ends with NUL, and the pointer and the length describe `how`.
     let fd = unsafe {
@@ -36,6 +41,16 @@ pub fn mode_of(root: &Path, path: &Path) -> io::Result<u32> {
     let root = std::fs::File::open(root)?;
     let directory = std::fs::File::from(open_directory(root.as_fd(), path)?);
     Ok(directory.metadata()?.permissions().mode() & 0o7777)
+}
+
+/// Whether something is at a path below `root`, if only a link that leads nowhere.
+pub fn exists(root: &Path, path: &Path) -> io::Result<bool> {
+    let root = std::fs::File::open(root)?;
+    match open(root.as_fd(), path, libc::O_NOFOLLOW) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Makes the directories of `path` below `root` that are missing, mode 0755.
@@ -90,5 +105,13 @@ mod tests {
         assert!(make_directories(&root, Path::new("file/x")).is_err());
         assert_eq!(mode_of(&root, Path::new("/climbing/c")).unwrap(), 0o755);
         assert!(mode_of(&root, Path::new("file")).is_err());
+        symlink("nowhere", root.join("dangling")).unwrap();
+        for (path, there) in [
+            ("/absolute/a", true),
+            ("dangling", true),
+            ("absolute/x/y", false),
+        ] {
+            assert_eq!(exists(&root, Path::new(path)).unwrap(), there, "{path}");
+        }
     }
 }

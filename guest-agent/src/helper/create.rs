@@ -12,7 +12,9 @@ use oci_spec::runtime::{LinuxIdMapping, Mount, Spec};
 
 use super::child::{ChildError, Control};
 use super::executor::{InitExecutor, in_words};
-use super::{BlockNumbers, CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags, priority};
+use super::{
+    BlockNumbers, CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags, nodes, priority,
+};
 use crate::cgroup::Cgroup;
 use crate::renumber;
 use crate::spec::{self, Adapted, clean, is_bind};
@@ -72,6 +74,7 @@ fn build(
         })?;
     priority::try_out(&process).map_err(during_init)?;
     make_working_directory(&adapted.spec, &order.rootfs, process.cwd())?;
+    nodes::provide(&mut adapted.spec, &order.rootfs, &order.dir)?;
     if let Some(mounts) = adapted.spec.mounts_mut() {
         keep_modes(mounts, &order.rootfs);
     }

@@ -15,6 +15,7 @@ mod executor;
 pub mod id_map;
 mod mount_error;
 mod mount_flags;
+mod nodes;
 pub mod parent;
 mod priority;
 pub mod terminal;
