@@ -9,6 +9,8 @@ mod bundle;
 mod cases;
 #[path = "oci/lane.rs"]
 mod lane;
+#[path = "oci/sandbox.rs"]
+mod sandbox;
 
 use std::io::Write;
 use std::time::Instant;
@@ -80,7 +82,7 @@ fn compare(topic: &str, mut cases: Vec<Case>) {
         cases.len(),
         begin.elapsed().as_secs(),
         count(|e| *e == Expect::Same),
-        count(|e| matches!(e, Expect::Refused(_))),
+        count(|e| matches!(e, Expect::Invalid(_) | Expect::Refused(_))),
         count(|e| matches!(e, Expect::Otherwise(..))),
     ));
     let faults: Vec<_> = cases
@@ -106,13 +108,20 @@ fn fault(case: &Case, cube: &Outcome, runc: &Outcome) -> Option<String> {
         ))
     };
     match (&case.expect, cube) {
-        // Each has words of its own.
-        (Expect::Same, Outcome::Refused(_)) if matches!(runc, Outcome::Refused(_)) => None,
         (Expect::Same, Outcome::Refused(_)) => told("is refused"),
         (Expect::Same, _) if cube != runc => told("differs"),
         (Expect::Same, _) => None,
-        (Expect::Refused(words), Outcome::Refused(message)) if message.contains(words) => None,
-        (Expect::Refused(words), _) => told(&format!("is to be refused by {words:?}")),
+        (Expect::Invalid(_), _) if !matches!(runc, Outcome::Refused(_)) => {
+            told("is not refused by runc")
+        }
+        (Expect::Invalid(words) | Expect::Refused(words), Outcome::Refused(message))
+            if message.contains(words) =>
+        {
+            None
+        }
+        (Expect::Invalid(words) | Expect::Refused(words), _) => {
+            told(&format!("is to be refused by {words:?}"))
+        }
         (Expect::Otherwise(..), cube) if cube == runc => told("is the same by now"),
         (Expect::Otherwise(status, output), Outcome::Ran(s, o))
             if (s, o.trim()) == (status, output.trim()) =>

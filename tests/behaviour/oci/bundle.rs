@@ -5,8 +5,10 @@ use serde_json::{Map, Value, json};
 /// What is wanted of cube.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// What runc's container sees, and its exit status; or a refusal, if runc refuses it as well.
+    /// What runc's container sees, and its exit status.
     Same,
+    /// Both refuse it, cube by a sentence with these words.
+    Invalid(&'static str),
     /// It is refused when it is created, by a sentence with these words; runc may do it.
     Refused(&'static str),
     /// Documented in docs/OCI.md as done otherwise: this exit status and output.
@@ -30,6 +32,8 @@ pub struct Case {
     pub alone: bool,
     /// Whether the probe is an exec beside an init that sleeps.
     pub exec: bool,
+    /// `linux.resources` that the container is given anew before that.
+    pub update: Option<Value>,
 }
 
 /// cube and runc do the same.
@@ -42,6 +46,15 @@ pub fn same(name: &'static str, change: Value, probe: &'static str) -> Case {
         host: "",
         alone: false,
         exec: false,
+        update: None,
+    }
+}
+
+/// Both refuse it, cube with these words.
+pub fn invalid(words: &'static str, name: &'static str, change: Value) -> Case {
+    Case {
+        expect: Expect::Invalid(words),
+        ..same(name, change, "echo it runs")
     }
 }
 
@@ -70,6 +83,14 @@ impl Case {
     /// By an exec.
     pub fn exec(self) -> Self {
         Self { exec: true, ..self }
+    }
+
+    /// By an exec after an update.
+    pub fn update(self, resources: Value) -> Self {
+        Self {
+            update: Some(resources),
+            ..self.exec()
+        }
     }
 
     /// Done in another way, as documented.

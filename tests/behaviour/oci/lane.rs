@@ -13,10 +13,11 @@ use cube_tests::*;
 use serde_json::{Value, json};
 
 use crate::bundle::{Case, small};
+use crate::sandbox::Sandbox;
 use crate::tell;
 
-/// No bundle takes longer, in seconds; one that hangs ends with 124.
-const LIMIT: &str = "90";
+/// No bundle takes longer; one that hangs ends with 124.
+pub const LIMIT_SECONDS: i64 = 90;
 
 /// What became of a bundle.
 #[derive(Debug, PartialEq, Eq)]
@@ -42,11 +43,11 @@ pub struct Lane {
     runtime: Runtime,
 }
 
-/// How bundles are run.
+/// How bundles are run: without a client and a daemon between.
 enum Runtime {
-    /// By `ctr`, most of them in the sandbox of one container.
-    Cube(Running),
-    /// By this program itself: with no client, daemon and shim between, ten times as fast.
+    /// Most of them in one sandbox.
+    Cube(Sandbox),
+    /// By this program.
     Runc(PathBuf),
 }
 
@@ -61,18 +62,13 @@ impl Lane {
         config["root"]["path"] = json!(dir.path().join("template"));
         // A machine with two processors, for the bundles that name them.
         config["linux"]["resources"]["cpu"] = json!({"quota": 200_000, "period": 100_000});
-        let path = dir.path().join("config.json");
-        write_config(&path, config, &id, &id);
-        must_ctr(
-            &[
-                &CTR_RUN[..],
-                &["--detach", "--config", path.to_str().unwrap(), &id],
-            ]
-            .concat(),
-        );
+        write_config(&dir.path().join("config.json"), config, &id, &id);
+        let leader = Sandbox::start(dir.path(), &id)
+            .and_then(|sandbox| sandbox.launch(dir.path(), &id, false).map(|()| sandbox));
+        let leader = leader.map_err(Outcome::from);
         Self {
             dir,
-            runtime: Runtime::Cube(Running { id }),
+            runtime: Runtime::Cube(leader.unwrap()),
         }
     }
 
@@ -134,7 +130,7 @@ impl Lane {
         }
         let path = bundle.0.display().to_string();
         let group = match &self.runtime {
-            Runtime::Cube(leader) if !case.alone => &leader.id,
+            Runtime::Cube(leader) if !case.alone => leader.id(),
             _ => &id,
         };
         write_config(
@@ -143,51 +139,36 @@ impl Lane {
             group,
             &id,
         );
-        let ended = match &self.runtime {
-            Runtime::Cube(_) => run_by_ctr(case, &id, &path),
-            Runtime::Runc(program) => run_by_runc(program, case, &id, &path),
+        let outcome = match &self.runtime {
+            Runtime::Cube(_) if case.alone => match Sandbox::start(&bundle.0, &id) {
+                Ok(sandbox) => sandbox.play(case, &bundle.0, &id),
+                Err(failure) => failure.into(),
+            },
+            Runtime::Cube(leader) => leader.play(case, &bundle.0, &id),
+            Runtime::Runc(program) => outcome_of(&run_by_runc(program, case, &id, &path)),
         };
         let tidy = |text: String| {
             text.replace(&path, "@")
                 .replace(&id, "ID")
                 .replace('\r', "")
         };
-        let stderr = tidy(ended.stderr.clone());
-        // What the client, or runc, says itself; the probe's errors are on its standard output.
-        let is_refused = |line: &&str| line.contains("ctr: ") || line.contains("level=error");
-        match stderr.lines().find(is_refused) {
-            Some(line) => Outcome::Refused(line.to_owned()),
-            None => Outcome::Ran(ended.status, tidy(ended.text())),
+        match outcome {
+            Outcome::Ran(status, output) => Outcome::Ran(status, tidy(output)),
+            Outcome::Refused(message) => Outcome::Refused(tidy(message)),
         }
     }
 }
 
-/// The beginning of `ctr run`.
-const CTR_RUN: [&str; 3] = ["run", "--runtime", "io.containerd.cube.v1"];
-
-fn run_by_ctr(case: &Case, id: &str, path: &str) -> Ended {
-    let config = format!("{path}/config.json");
-    let run = |how: &[&str]| ctr(&[&CTR_RUN[..], how, &["--config", &config, id]].concat());
-    let ended = if !case.exec {
-        output(&run(&["--rm"]))
-    } else {
-        let started = if case.has_terminal() {
-            output(&on_a_terminal(&run(&["--detach", "--tty"])))
-        } else {
-            output(&run(&["--detach"]))
-        };
-        if started.status == 0 {
-            let running = Running { id: id.to_owned() };
-            return output(&running.exec_command(&[], &["sh", "-c", &case.script()]));
-        }
-        started
-    };
-    // What could not be created is still a container.
-    if ended.status != 0 {
-        try_ctr(&["task", "delete", "--force", id]);
-        try_ctr(&["container", "delete", id]);
+/// What became of a bundle of runc's, which writes why it refuses it where the container would write its errors.
+fn outcome_of(ended: &Ended) -> Outcome {
+    let refusal = ended
+        .stderr
+        .lines()
+        .find(|line| line.contains("level=error"));
+    match refusal {
+        Some(line) => Outcome::Refused(line.to_owned()),
+        None => Outcome::Ran(ended.status, ended.text()),
     }
-    ended
 }
 
 fn run_by_runc(program: &Path, case: &Case, id: &str, path: &str) -> Ended {
@@ -213,7 +194,8 @@ fn run_by_runc(program: &Path, case: &Case, id: &str, path: &str) -> Ended {
         .status();
     let ended = if status.unwrap().success() {
         let master = socket.map(ConsoleSocket::receive);
-        let ended = output(&runc(&["exec", id, "sh", "-c", &case.script()]));
+        let ended = update(&runc, case, id, path)
+            .unwrap_or_else(|| output(&runc(&["exec", id, "sh", "-c", &case.script()])));
         drop(master);
         ended
     } else {
@@ -225,6 +207,14 @@ fn run_by_runc(program: &Path, case: &Case, id: &str, path: &str) -> Ended {
     };
     output(&runc(&["delete", "--force", id]));
     ended
+}
+
+/// Updates the container, if the case says so; how that failed.
+fn update(runc: &dyn Fn(&[&str]) -> Command, case: &Case, id: &str, path: &str) -> Option<Ended> {
+    let file = format!("{path}/update");
+    fs::write(&file, case.update.as_ref()?.to_string()).unwrap();
+    let ended = output(&runc(&["update", "--resources", &file, id]));
+    (ended.status != 0).then_some(ended)
 }
 
 /// Where runc hands the terminal over: it is kept for as long as the container runs.
@@ -244,23 +234,14 @@ impl ConsoleSocket {
 /// Runs the command to its end, or to the limit.
 fn output(command: &Command) -> Ended {
     let mut limited = Command::new("timeout");
-    limited.arg(LIMIT).arg(command.get_program());
+    limited
+        .arg(LIMIT_SECONDS.to_string())
+        .arg(command.get_program());
     limited.args(command.get_args()).stdin(Stdio::null());
     if let Some(directory) = command.get_current_dir() {
         limited.current_dir(directory);
     }
     Ended::from(limited.output().unwrap())
-}
-
-/// The same command below a program that gives it a terminal.
-fn on_a_terminal(command: &Command) -> Command {
-    let words: Vec<_> = std::iter::once(command.get_program())
-        .chain(command.get_args())
-        .map(|word| format!("'{}'", word.to_str().unwrap()))
-        .collect();
-    let mut script = Command::new("script");
-    script.args(["-qec", &words.join(" "), "/dev/null"]);
-    script
 }
 
 fn write_config(path: &Path, mut config: Value, group: &str, id: &str) {
