@@ -41,13 +41,13 @@ pub fn create(order: &CreateOrder, document: &[u8], control: &Control) -> Result
 }
 
 /// The specification, with the numbers that its disks have here.
-fn read(document: &[u8], disks: &[BlockNumbers]) -> serde_json::Result<Spec> {
+fn read(document: &[u8], disks: &[BlockNumbers]) -> Result<Spec, spec::DocumentError> {
     if disks.is_empty() {
         return spec::read(document);
     }
     let mut renumbered = serde_json::from_slice(document)?;
     renumber::specification(&mut renumbered, disks);
-    spec::of_tree(renumbered)
+    Ok(spec::of_tree(renumbered)?)
 }
 
 fn build(

@@ -19,7 +19,7 @@ use oci_spec::runtime::{
 };
 
 use crate::helper::ExecBase;
-pub use document::{of_tree, read};
+pub use document::{DocumentError, of_tree, read};
 pub use mounts::{clean, is_bind};
 pub use process::{MOST_FILES, adapt_process};
 
