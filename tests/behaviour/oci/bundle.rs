@@ -50,14 +50,6 @@ pub fn same(name: &'static str, change: Value, probe: &'static str) -> Case {
     }
 }
 
-/// Both refuse it, cube with these words.
-pub fn invalid(words: &'static str, name: &'static str, change: Value) -> Case {
-    Case {
-        expect: Expect::Invalid(words),
-        ..same(name, change, "echo it runs")
-    }
-}
-
 /// cube refuses it, with these words.
 pub fn refused(words: &'static str, name: &'static str, change: Value) -> Case {
     Case {
@@ -83,6 +75,14 @@ impl Case {
     /// By an exec.
     pub fn exec(self) -> Self {
         Self { exec: true, ..self }
+    }
+
+    /// Both refuse it, cube with these words.
+    pub fn invalid(self, words: &'static str) -> Self {
+        Self {
+            expect: Expect::Invalid(words),
+            ..self
+        }
     }
 
     /// By an exec after an update.

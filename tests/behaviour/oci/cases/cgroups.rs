@@ -82,6 +82,21 @@ fn memory() -> Vec<Case> {
             ),
             FILES,
         ),
+        same("cgroups: an update of memory", json!({}), FILES)
+            .update(json!({"memory": {"limit": 104_857_600}})),
+        same(
+            "cgroups: an update to more than is in use",
+            json!({}),
+            FILES,
+        )
+        .update(json!({"memory": {"limit": 104_857_600, "checkBeforeUpdate": true}})),
+        same(
+            "cgroups: an update to less than is in use",
+            json!({}),
+            FILES,
+        )
+        .update(json!({"memory": {"limit": 4096, "swap": 8192, "checkBeforeUpdate": true}}))
+        .invalid("linux.resources.memory.limit"),
         refused(
             "linux.resources.memory.swappiness",
             "cgroups: swappiness",

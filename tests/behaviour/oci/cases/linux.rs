@@ -62,8 +62,8 @@ fn spaces() -> Vec<Case> {
             "linux: a user that has no number outside",
             user(json!({"user": {"uid": 5000, "gid": 5000}})),
             MAPPED,
-        ).host("chown -R 100000:200000 rootfs; chmod 755 . .."),
-        same("linux: a user namespace without numbers", linux(json!({"namespaces+": [{"type": "user"}]})), MAPPED),
+        ).invalid("process.user").host("chown -R 100000:200000 rootfs; chmod 755 . .."),
+        same("linux: a user namespace without numbers", linux(json!({"namespaces+": [{"type": "user"}]})), MAPPED).invalid("linux.uidMappings"),
         same("linux: numbers without a user namespace", linux(json!({"uidMappings": mapping(100_000), "gidMappings": mapping(100_000)})), MAPPED),
         same(
             "linux: a time namespace",
@@ -76,11 +76,11 @@ fn spaces() -> Vec<Case> {
             "cut -c1-4 /proc/uptime",
         ).exec(),
         same("linux: a time namespace as it is", linux(json!({"namespaces+": [{"type": "time"}]})), "tr -s ' ' <>/proc/self/timens_offsets"),
-        same("linux: the time without a namespace of its own", linux(json!({"timeOffsets": {"boottime": {"secs": 1000}}})), "echo it runs"),
-        same("linux: a clock that has no offset", linux(json!({"namespaces+": [{"type": "time"}], "timeOffsets": {"realtime": {"secs": 1000}}})), "echo it runs"),
-        same("linux: a namespace twice", linux(json!({"namespaces+": [{"type": "pid"}]})), "echo it runs"),
-        same("linux: a namespace that nobody knows", linux(json!({"namespaces+": [{"type": "dream"}]})), "echo it runs"),
-        same("linux: an IPC namespace that is not there", linux(json!({"namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "ipc", "path": "@/nosuch"}]})), "echo it runs"),
+        same("linux: the time without a namespace of its own", linux(json!({"timeOffsets": {"boottime": {"secs": 1000}}})), "echo it runs").invalid("linux.timeOffsets"),
+        same("linux: a clock that has no offset", linux(json!({"namespaces+": [{"type": "time"}], "timeOffsets": {"realtime": {"secs": 1000}}})), "echo it runs").invalid("linux.timeOffsets"),
+        same("linux: a namespace twice", linux(json!({"namespaces+": [{"type": "pid"}]})), "echo it runs").invalid("linux.namespaces"),
+        same("linux: a namespace that nobody knows", linux(json!({"namespaces+": [{"type": "dream"}]})), "echo it runs").invalid("linux.namespaces[6].type"),
+        same("linux: an IPC namespace that is not there", linux(json!({"namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "ipc", "path": "@/nosuch"}]})), "echo it runs").invalid("linux.namespaces"),
         refused("linux.namespaces", "linux: no mount namespace", namespaces(&["pid", "ipc", "uts", "network"])),
         refused("user namespace", "linux: a user namespace of the host", linux(json!({"namespaces+": [{"type": "user", "path": "/proc/1/ns/user"}]}))),
         refused("time namespace", "linux: a time namespace of the host", linux(json!({"namespaces+": [{"type": "time", "path": "/proc/1/ns/time"}]}))),
@@ -134,7 +134,8 @@ fn nodes() -> Vec<Case> {
             "linux: a device in the place of another",
             devices(json!([node("/dev/null", "c", 1, 5)])),
             "ls -ln /dev/null | awk '{print $1, $3, $4, $5, $6}'",
-        ),
+        )
+        .invalid("/dev/null"),
         same(
             "linux: a device in the place of a file",
             devices(json!([node("/data/file", "c", 1, 5)])),
@@ -149,7 +150,8 @@ fn nodes() -> Vec<Case> {
             "linux: a kind of device that nobody knows",
             devices(json!([{"path": "/dev/x", "type": "x", "major": 1, "minor": 5}])),
             "echo it runs",
-        ),
+        )
+        .invalid("linux.devices[0].type"),
         same(
             "linux: a device without a path",
             devices(json!([{"path": "", "type": "c", "major": 1, "minor": 5}])),
@@ -175,10 +177,10 @@ fn settings() -> Vec<Case> {
             "cd /proc/sys; for f in net/ipv4/ip_forward net/ipv4/ip_unprivileged_port_start kernel/shmmax kernel/msgmax fs/mqueue/msg_max kernel/shm_rmid_forced kernel/sem; do echo $f $(cat $f); done",
         )
         .alone(),
-        same("linux: a setting of the kernel", sysctl(json!({"vm.swappiness": "10"})), "echo it runs"),
-        same("linux: a setting that is not there", sysctl(json!({"net.ipv4.nosuch": "1"})), "echo it runs"),
-        same("linux: a value that the kernel does not take", sysctl(json!({"net.ipv4.ip_forward": "blue"})), "echo it runs"),
-        same("linux: the host name as a setting", sysctl(json!({"kernel.hostname": "web"})), "echo it runs"),
+        same("linux: a setting of the kernel", sysctl(json!({"vm.swappiness": "10"})), "echo it runs").invalid("vm.swappiness"),
+        same("linux: a setting that is not there", sysctl(json!({"net.ipv4.nosuch": "1"})), "echo it runs").invalid("nosuch"),
+        same("linux: a value that the kernel does not take", sysctl(json!({"net.ipv4.ip_forward": "blue"})), "echo it runs").invalid("blue"),
+        same("linux: the host name as a setting", sysctl(json!({"kernel.hostname": "web"})), "echo it runs").invalid("kernel.hostname"),
         same(
             "linux: host name and domain name",
             json!({"hostname": "web-0", "domainname": "example.org"}),
@@ -188,7 +190,7 @@ fn settings() -> Vec<Case> {
         same("linux: LINUX32", linux(json!({"personality": {"domain": "LINUX32"}})), "uname -m"),
         same("linux: LINUX32, for an exec", linux(json!({"personality": {"domain": "LINUX32"}})), "uname -m").exec(),
         same("linux: LINUX", linux(json!({"personality": {"domain": "LINUX"}})), "uname -m"),
-        same("linux: a personality that nobody knows", linux(json!({"personality": {"domain": "SVR4"}})), "uname -m"),
+        same("linux: a personality that nobody knows", linux(json!({"personality": {"domain": "SVR4"}})), "uname -m").invalid("linux.personality.domain"),
         same("linux: flags of a personality", linux(json!({"personality": {"domain": "LINUX", "flags": ["ADDR_NO_RANDOMIZE"]}})), "uname -m"),
         same("linux: memory of the default policy", policy(json!({"mode": "MPOL_DEFAULT", "nodes": ""})), POLICY),
         same("linux: memory of one node", policy(json!({"mode": "MPOL_BIND", "nodes": "0", "flags": ["MPOL_F_STATIC_NODES"]})), POLICY),
@@ -222,11 +224,11 @@ fn hooks() -> Vec<Case> {
         )
         .host("touch log")
         .alone(),
-        same("linux: a hook that takes too long", json!({"hooks": {"createRuntime": slow}}), "echo it runs").alone(),
-        same("linux: a hook of the container that takes too long", json!({"hooks": {"createContainer": slow}}), "echo it runs").alone(),
+        same("linux: a hook that takes too long", json!({"hooks": {"createRuntime": slow}}), "echo it runs").invalid("createRuntime").alone(),
+        same("linux: a hook of the container that takes too long", json!({"hooks": {"createContainer": slow}}), "echo it runs").invalid("createContainer").alone(),
         same("linux: a hook of the container's start that takes too long", json!({"hooks": {"startContainer": slow}}), "echo it runs").alone(),
-        same("linux: a hook that is not there", json!({"hooks": {"createRuntime": [{"path": "/no/such"}]}}), "echo it runs").alone(),
-        same("linux: a hook with a relative path", json!({"hooks": {"createRuntime": [{"path": "bin/busybox"}]}}), "echo it runs").alone(),
+        same("linux: a hook that is not there", json!({"hooks": {"createRuntime": [{"path": "/no/such"}]}}), "echo it runs").invalid("createRuntime").alone(),
+        same("linux: a hook with a relative path", json!({"hooks": {"createRuntime": [{"path": "bin/busybox"}]}}), "echo it runs").invalid("createRuntime").alone(),
         refused("hooks.createContainer", "linux: a script as a hook of the container", json!({"hooks": {"createContainer": [{"path": "@/script"}]}}))
             .host("printf '#!/bin/sh\nexit 0\n' >script; chmod 755 script")
             .alone(),

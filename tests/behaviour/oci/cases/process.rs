@@ -104,7 +104,7 @@ fn programs() -> Vec<Case> {
             "",
         ),
         same("process: no variables", json!({"process": {"env": [], "args": ["/bin/env"]}}), ""),
-        same("process: no PATH to find the program by", json!({"process": {"env": ["A=1"]}}), "env"),
+        same("process: no PATH to find the program by", json!({"process": {"env": ["A=1"]}}), "env").invalid("executable file not found in $PATH"),
         same("process: a HOME of its own", json!({"process": {"env+": ["HOME=/elsewhere"]}}), "env | sort"),
         same("process: an empty HOME", json!({"process": {"env+": ["HOME="]}}), "env | sort"),
         same("process: a working directory that is not there", json!({"process": {"cwd": "/a/b"}}), "pwd; ls -ldn /a /a/b | cut -d' ' -f1-7"),
@@ -114,7 +114,7 @@ fn programs() -> Vec<Case> {
             "pwd; touch x; ls -ldn /c/d | cut -c1-10",
         ),
         same("process: a working directory behind a link", json!({"process": {"cwd": "/link"}}), "pwd; pwd -P"),
-        same("process: a working directory that is a file", json!({"process": {"cwd": "/etc/passwd"}}), "pwd"),
+        same("process: a working directory that is a file", json!({"process": {"cwd": "/etc/passwd"}}), "pwd").invalid("process.cwd"),
         refused("process.cwd", "process: a working directory that is not in a new mount",
             json!({
                 "process": {"cwd": "/mnt/x/y"},
@@ -196,12 +196,14 @@ fn limits() -> Vec<Case> {
             "process: a limit above its bound",
             one("RLIMIT_NOFILE", 2000, 1000),
             "limits 'open files'",
-        ),
+        )
+        .invalid("process.rlimits"),
         same(
             "process: a limit that nobody knows",
             one("RLIMIT_WEIGHT", 1, 1),
             "echo it runs",
-        ),
+        )
+        .invalid("process.rlimits[0].type"),
         same(
             "process: a limit twice",
             json!({"process": {"rlimits": [
@@ -229,7 +231,8 @@ fn limits() -> Vec<Case> {
             "process: oomScoreAdj out of range",
             json!({"process": {"oomScoreAdj": 5000}}),
             "cat /proc/self/oom_score_adj",
-        ),
+        )
+        .invalid("process.oomScoreAdj"),
     ]
 }
 
@@ -247,7 +250,7 @@ fn priorities() -> Vec<Case> {
         .exec(),
         same("process: SCHED_BATCH", scheduler(json!({"policy": "SCHED_BATCH", "nice": -3})), SHOWN),
         same("process: SCHED_IDLE", scheduler(json!({"policy": "SCHED_IDLE"})), SHOWN),
-        same("process: SCHED_ISO, which Linux does not have", scheduler(json!({"policy": "SCHED_ISO"})), SHOWN),
+        same("process: SCHED_ISO, which Linux does not have", scheduler(json!({"policy": "SCHED_ISO"})), SHOWN).invalid("process.scheduler"),
         same(
             "process: SCHED_DEADLINE",
             scheduler(json!({
@@ -265,8 +268,8 @@ fn priorities() -> Vec<Case> {
             "process: a scheduler with clamps",
             scheduler(json!({"policy": "SCHED_OTHER", "flags": ["SCHED_FLAG_UTIL_CLAMP_MIN", "SCHED_FLAG_UTIL_CLAMP_MAX"]})),
             SHOWN,
-        ),
-        same("process: SCHED_FIFO without a priority", scheduler(json!({"policy": "SCHED_FIFO"})), SHOWN),
+        ).invalid("process.scheduler"),
+        same("process: SCHED_FIFO without a priority", scheduler(json!({"policy": "SCHED_FIFO"})), SHOWN).invalid("process.scheduler"),
         same("process: IOPRIO_CLASS_RT", io("IOPRIO_CLASS_RT", 3), "ionice -p $$"),
         same("process: IOPRIO_CLASS_BE", io("IOPRIO_CLASS_BE", 6), "ionice -p $$"),
         same("process: IOPRIO_CLASS_IDLE, for an exec", io("IOPRIO_CLASS_IDLE", 0), "ionice -p $$").exec(),
@@ -280,29 +283,32 @@ fn priorities() -> Vec<Case> {
             "process: the processors of an exec, of which one is not in its cgroup",
             json!({"process": {"execCPUAffinity": {"final": "0"}}, "linux": {"resources": {"cpu": {"cpus": "1"}}}}),
             "status Cpus_allowed_list",
-        )
+        ).invalid("process.execCPUAffinity")
         .exec(),
     ]
 }
 
 fn refusals() -> Vec<Case> {
     vec![
-        same("process: no program", json!({"process": {"args": []}}), ""),
+        same("process: no program", json!({"process": {"args": []}}), "").invalid("process.args"),
         same(
             "process: a program that is not there",
             json!({"process": {"args": ["nosuch"]}}),
             "",
-        ),
+        )
+        .invalid("nosuch"),
         same(
             "process: a relative working directory",
             json!({"process": {"cwd": "tmp"}}),
             "",
-        ),
+        )
+        .invalid("process.cwd"),
         same(
             "process: a variable without a value",
             json!({"process": {"env+": ["NOVALUE"]}}),
             "env | sort",
-        ),
+        )
+        .invalid("process.env"),
         // runc wants a kernel with AppArmor for it, which the nested host has not.
         same(
             "process: unconfined by AppArmor",

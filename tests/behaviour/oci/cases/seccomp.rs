@@ -48,7 +48,7 @@ pub fn cases() -> Vec<Case> {
             "seccomp: an action that nobody knows",
             on_sethostname("SCMP_ACT_LAUGH"),
             CALL,
-        ),
+        ).invalid("linux.seccomp.syscalls[0].action"),
         refused(
             "seccomp",
             "seccomp: NOTIFY",
@@ -105,7 +105,7 @@ pub fn cases() -> Vec<Case> {
                 json!([{"names": ["ftruncate"], "action": "SCMP_ACT_ERRNO", "args": [{"index": 7, "value": 1, "op": "SCMP_CMP_EQ"}]}]),
             ),
             SIZES,
-        ),
+        ).invalid("linux.seccomp"),
         same(
             "seccomp: numbers of errors",
             filter(json!([
@@ -127,7 +127,7 @@ pub fn cases() -> Vec<Case> {
             "seccomp: an architecture that nobody knows",
             json!({"linux": {"seccomp": {"defaultAction": "SCMP_ACT_ALLOW", "architectures": ["SCMP_ARCH_PDP11"]}}}),
             CALL,
-        ),
+        ).invalid("linux.seccomp.architectures[0]"),
         same(
             "seccomp: no rules and no architectures",
             json!({"linux": {"seccomp": {"defaultAction": "SCMP_ACT_ALLOW"}}}),
@@ -147,7 +147,7 @@ pub fn cases() -> Vec<Case> {
             "seccomp: the flag WAIT_KILLABLE_RECV",
             flags(json!(["SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV"])),
             CALL,
-        ),
+        ).invalid("SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV"),
         same(
             "seccomp: the flag TSYNC",
             flags(json!(["SECCOMP_FILTER_FLAG_TSYNC"])),
@@ -157,7 +157,7 @@ pub fn cases() -> Vec<Case> {
             "seccomp: a flag that nobody knows",
             flags(json!(["SECCOMP_FILTER_FLAG_FAST"])),
             CALL,
-        ),
+        ).invalid("linux.seccomp.flags[0]"),
         same(
             "seccomp: no flags, said by an empty list",
             flags(json!([])),
