@@ -55,7 +55,7 @@ impl Lane {
     /// cube.
     pub fn cube() -> Self {
         let dir = TestDir::new();
-        make_root(&dir.path().join("rootfs"));
+        make_root(&dir.path().join("rootfs"), None);
         let id = unique("o");
         let mut config = small();
         config["process"]["args"] = json!(["sleep", "100000"]);
@@ -75,6 +75,7 @@ impl Lane {
     /// The runc that `tests/tools/build-runc` makes.
     pub fn runc() -> Self {
         let dir = TestDir::new();
+        make_root(&dir.path().join("rootfs"), None);
         // Beside the bundles: in the nested host its own place is a slow one.
         let program = dir.path().join("runc");
         fs::copy(setting("CUBE_TEST_RUNC"), &program).unwrap();
@@ -123,7 +124,7 @@ impl Lane {
 
     fn run(&self, case: &Case) -> Outcome {
         let id = unique("o");
-        let bundle = Bundle::new(&self.dir, &id);
+        let bundle = Bundle::new(&self.dir, &id, case);
         if !case.host.is_empty() {
             bundle.prepare(case.host);
         }
@@ -257,10 +258,12 @@ fn write_config(path: &Path, mut config: Value, group: &str, id: &str) {
 struct Bundle(PathBuf);
 
 impl Bundle {
-    fn new(lane: &TestDir, id: &str) -> Self {
+    fn new(lane: &TestDir, id: &str, case: &Case) -> Self {
         let dir = lane.path().join(id);
         fs::create_dir(&dir).unwrap();
-        make_root(&dir.join("rootfs"));
+        let common = lane.path().join("rootfs/bin/busybox");
+        let owned = case.host.contains("chown");
+        make_root(&dir.join("rootfs"), (!owned).then_some(&common));
         Self(dir)
     }
 
@@ -295,8 +298,8 @@ const PROGRAMS: [&str; 47] = [
     "wc",
 ];
 
-/// A root file system of busybox alone, with a few files to mount over, to mask and to look at.
-fn make_root(root: &Path) {
+/// A root file system of busybox alone, of its own or a common one (whose pages the guest's kernel has already), with a few files to mount over, to mask and to look at.
+fn make_root(root: &Path, common: Option<&Path>) {
     for name in [
         "bin", "dev", "proc", "sys", "mnt", "tmp", "etc", "home/app", "data/sub", "real", "work",
     ] {
@@ -306,9 +309,13 @@ fn make_root(root: &Path) {
         fs::set_permissions(root.join(name), PermissionsExt::from_mode(mode)).unwrap()
     };
     set_mode("tmp", 0o1777);
-    fs::copy("/bin/busybox", root.join("bin/busybox")).unwrap();
+    let busybox = root.join("bin/busybox");
+    match common {
+        Some(common) => fs::hard_link(common, &busybox).unwrap(),
+        None => drop(fs::copy("/bin/busybox", &busybox).unwrap()),
+    }
     for name in PROGRAMS {
-        symlink("busybox", root.join("bin").join(name)).unwrap();
+        fs::hard_link(&busybox, root.join("bin").join(name)).unwrap();
     }
     for (name, text) in [
         (
