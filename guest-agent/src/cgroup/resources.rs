@@ -7,7 +7,47 @@ use oci_spec::runtime::{
 
 use super::{Cgroup, CgroupError, Result, read};
 
-type Settings = Vec<(String, String)>;
+/// What a field wants a file to say.
+struct Setting {
+    field: &'static str,
+    file: String,
+    value: String,
+}
+
+impl Setting {
+    fn new(field: &'static str, file: impl Into<String>, value: impl Into<String>) -> Self {
+        Self {
+            field,
+            file: file.into(),
+            value: value.into(),
+        }
+    }
+
+    fn write(&self, cgroup: &Cgroup) -> Result<()> {
+        let Self { field, file, value } = self;
+        let refused = |why: String| Err(CgroupError::Invalid(field, why));
+        match cgroup.write(file, value) {
+            Err(CgroupError::Write { source, .. }) => match source.raw_os_error() {
+                Some(libc::ENODEV | libc::ENXIO) => refused(format!(
+                    "the guest has no device for {value:?}: linux.devices makes disks of the host its own"
+                )),
+                Some(libc::ENOENT) => refused(format!("the guest's kernel has no {file}")),
+                // The kernel refuses values by these.
+                Some(libc::EINVAL | libc::ERANGE | libc::EOPNOTSUPP) => refused(format!(
+                    "the guest's kernel does not take {value:?} for {file}"
+                )),
+                _ => Err(CgroupError::Write {
+                    file: cgroup.file(file),
+                    value: value.clone(),
+                    source,
+                }),
+            },
+            written => written,
+        }
+    }
+}
+
+type Settings = Vec<Setting>;
 
 /// Sets what is asked for. Everything is looked at before anything is set.
 pub fn apply(cgroup: &Cgroup, asked: &LinuxResources) -> Result<()> {
@@ -21,13 +61,17 @@ pub fn apply(cgroup: &Cgroup, asked: &LinuxResources) -> Result<()> {
         check_use(cgroup, memory)?;
     }
     if let Some(pids) = asked.pids() {
-        settings.push(("pids.max".into(), pids_max(pids)));
+        settings.push(Setting::new(
+            "linux.resources.pids.limit",
+            "pids.max",
+            pids_max(pids),
+        ));
     }
     if let Some(io) = asked.block_io() {
         settings.extend(io_settings(io)?);
     }
     for limit in asked.hugepage_limits().iter().flatten() {
-        settings.push(hugetlb_setting(limit)?);
+        settings.extend(hugetlb_settings(limit)?);
     }
     for (file, value) in asked.unified().iter().flatten() {
         if file.contains('/') || !file.contains('.') || file.starts_with("cgroup.") {
@@ -36,10 +80,10 @@ pub fn apply(cgroup: &Cgroup, asked: &LinuxResources) -> Result<()> {
                 file.clone(),
             ));
         }
-        settings.push((file.clone(), value.clone()));
+        settings.push(Setting::new("linux.resources.unified", file, value));
     }
-    for (file, value) in shrink_last(settings) {
-        cgroup.write(&file, &value)?;
+    for setting in shrink_last(settings) {
+        setting.write(cgroup)?;
     }
     Ok(())
 }
@@ -47,7 +91,7 @@ pub fn apply(cgroup: &Cgroup, asked: &LinuxResources) -> Result<()> {
 /// memory.max comes last: the kernel reclaims, and may kill, while it is written, and swap and the
 /// rest should count by then.
 fn shrink_last(mut settings: Settings) -> Settings {
-    settings.sort_by_key(|(file, _)| file == "memory.max");
+    settings.sort_by_key(|setting| setting.file == "memory.max");
     settings
 }
 
@@ -98,10 +142,22 @@ fn refuse_unknown(asked: &LinuxResources) -> Result<()> {
 }
 
 fn cpu_settings(cgroup: &Cgroup, cpu: &LinuxCpu) -> Result<Settings> {
+    const QUOTA: &str = "linux.resources.cpu.quota";
     let mut settings = Settings::new();
-    let mut set = |file: &str, value: String| settings.push((file.to_owned(), value));
+    let mut set =
+        |field, file: &str, value: String| settings.push(Setting::new(field, file, value));
     if let Some(shares) = cpu.shares().filter(|shares| *shares != 0) {
-        set("cpu.weight", weight_of_shares(shares).to_string());
+        if cpu.idle() == Some(1) {
+            return Err(CgroupError::Invalid(
+                "linux.resources.cpu.shares",
+                format!("{shares} for a cgroup that linux.resources.cpu.idle says is idle"),
+            ));
+        }
+        set(
+            "linux.resources.cpu.shares",
+            "cpu.weight",
+            weight_of_shares(shares).to_string(),
+        );
     }
     let quota = cpu.quota().map(|quota| {
         if quota > 0 {
@@ -111,8 +167,8 @@ fn cpu_settings(cgroup: &Cgroup, cpu: &LinuxCpu) -> Result<Settings> {
         }
     });
     match (quota, cpu.period().filter(|period| *period != 0)) {
-        (Some(quota), Some(period)) => set("cpu.max", format!("{quota} {period}")),
-        (Some(quota), None) => set("cpu.max", quota),
+        (Some(quota), Some(period)) => set(QUOTA, "cpu.max", format!("{quota} {period}")),
+        (Some(quota), None) => set(QUOTA, "cpu.max", quota),
         (None, Some(period)) => {
             let file = cgroup.file("cpu.max");
             let now = read(&file)?;
@@ -120,21 +176,29 @@ fn cpu_settings(cgroup: &Cgroup, cpu: &LinuxCpu) -> Result<Settings> {
                 .split_ascii_whitespace()
                 .next()
                 .ok_or_else(|| CgroupError::Format(file, now.clone()))?;
-            set("cpu.max", format!("{quota} {period}"));
+            set(
+                "linux.resources.cpu.period",
+                "cpu.max",
+                format!("{quota} {period}"),
+            );
         }
         (None, None) => {}
     }
     if let Some(burst) = cpu.burst() {
-        set("cpu.max.burst", burst.to_string());
+        set(
+            "linux.resources.cpu.burst",
+            "cpu.max.burst",
+            burst.to_string(),
+        );
     }
     if let Some(idle) = cpu.idle() {
-        set("cpu.idle", idle.to_string());
+        set("linux.resources.cpu.idle", "cpu.idle", idle.to_string());
     }
     if let Some(cpus) = cpu.cpus().as_ref().filter(|cpus| !cpus.is_empty()) {
-        set("cpuset.cpus", cpus.clone());
+        set("linux.resources.cpu.cpus", "cpuset.cpus", cpus.clone());
     }
     if let Some(mems) = cpu.mems().as_ref().filter(|mems| !mems.is_empty()) {
-        set("cpuset.mems", mems.clone());
+        set("linux.resources.cpu.mems", "cpuset.mems", mems.clone());
     }
     Ok(settings)
 }
@@ -159,9 +223,17 @@ fn memory_settings(memory: &LinuxMemory) -> Result<Settings> {
     let limit = memory.limit().filter(|limit| *limit != 0);
     let swap = memory.swap().filter(|swap| *swap != 0);
     match (limit, swap) {
-        (_, None) if limit == Some(-1) => settings.push(setting("memory.swap.max", -1)?),
+        (_, None) if limit == Some(-1) => settings.push(setting(
+            "linux.resources.memory.swap",
+            "memory.swap.max",
+            -1,
+        )?),
         (_, None) => {}
-        (_, Some(-1)) => settings.push(setting("memory.swap.max", -1)?),
+        (_, Some(-1)) => settings.push(setting(
+            "linux.resources.memory.swap",
+            "memory.swap.max",
+            -1,
+        )?),
         // v1 counts memory and swap together, v2 swap alone.
         (Some(limit), Some(swap)) if limit > 0 => {
             let alone = swap.checked_sub(limit).filter(|alone| *alone >= 0);
@@ -171,7 +243,11 @@ fn memory_settings(memory: &LinuxMemory) -> Result<Settings> {
                     format!("memory and swap together ({swap}) are less than memory ({limit})"),
                 )
             })?;
-            settings.push(setting("memory.swap.max", alone)?);
+            settings.push(setting(
+                "linux.resources.memory.swap",
+                "memory.swap.max",
+                alone,
+            )?);
         }
         (_, Some(swap)) => {
             return Err(CgroupError::Invalid(
@@ -181,10 +257,18 @@ fn memory_settings(memory: &LinuxMemory) -> Result<Settings> {
         }
     }
     if let Some(limit) = limit {
-        settings.push(setting("memory.max", limit)?);
+        settings.push(setting(
+            "linux.resources.memory.limit",
+            "memory.max",
+            limit,
+        )?);
     }
     if let Some(reservation) = memory.reservation().filter(|bytes| *bytes != 0) {
-        settings.push(setting("memory.low", reservation)?);
+        settings.push(setting(
+            "linux.resources.memory.reservation",
+            "memory.low",
+            reservation,
+        )?);
     }
     Ok(settings)
 }
@@ -216,13 +300,13 @@ fn check_use(cgroup: &Cgroup, memory: &LinuxMemory) -> Result<()> {
 }
 
 /// A number of bytes; -1 is "max".
-fn setting(file: &'static str, bytes: i64) -> Result<(String, String)> {
+fn setting(field: &'static str, file: &str, bytes: i64) -> Result<Setting> {
     let value = match bytes {
         -1 => "max".into(),
         0.. => bytes.to_string(),
-        _ => return Err(CgroupError::Invalid(file, bytes.to_string())),
+        _ => return Err(CgroupError::Invalid(field, bytes.to_string())),
     };
-    Ok((file.to_owned(), value))
+    Ok(Setting::new(field, file, value))
 }
 
 /// 0 and less is no limit, as runc has it.
@@ -248,31 +332,52 @@ fn io_settings(io: &LinuxBlockIo) -> Result<Settings> {
         }
     }
     if let Some(weight) = io.weight().filter(|weight| *weight != 0) {
-        settings.push(("io.weight".into(), io_weight(weight).to_string()));
+        settings.push(Setting::new(
+            "linux.resources.blockIO.weight",
+            "io.weight",
+            io_weight(weight).to_string(),
+        ));
     }
     for device in io.weight_device().iter().flatten() {
         if let Some(weight) = device.weight() {
             let (major, minor) = (device.major(), device.minor());
-            settings.push((
-                "io.weight".into(),
+            settings.push(Setting::new(
+                "linux.resources.blockIO.weightDevice",
+                "io.weight",
                 format!("{major}:{minor} {}", io_weight(weight)),
             ));
         }
     }
-    let mut throttle = |devices: &Option<Vec<LinuxThrottleDevice>>, key: &str| {
+    let mut throttle = |field, devices: &Option<Vec<LinuxThrottleDevice>>, key: &str| {
         for device in devices.iter().flatten() {
             let rate = match device.rate() {
                 0 => "max".to_owned(),
                 rate => rate.to_string(),
             };
             let value = format!("{}:{} {key}={rate}", device.major(), device.minor());
-            settings.push(("io.max".into(), value));
+            settings.push(Setting::new(field, "io.max", value));
         }
     };
-    throttle(io.throttle_read_bps_device(), "rbps");
-    throttle(io.throttle_write_bps_device(), "wbps");
-    throttle(io.throttle_read_iops_device(), "riops");
-    throttle(io.throttle_write_iops_device(), "wiops");
+    throttle(
+        "linux.resources.blockIO.throttleReadBpsDevice",
+        io.throttle_read_bps_device(),
+        "rbps",
+    );
+    throttle(
+        "linux.resources.blockIO.throttleWriteBpsDevice",
+        io.throttle_write_bps_device(),
+        "wbps",
+    );
+    throttle(
+        "linux.resources.blockIO.throttleReadIOPSDevice",
+        io.throttle_read_iops_device(),
+        "riops",
+    );
+    throttle(
+        "linux.resources.blockIO.throttleWriteIOPSDevice",
+        io.throttle_write_iops_device(),
+        "wiops",
+    );
     Ok(settings)
 }
 
@@ -281,7 +386,8 @@ fn io_weight(weight: u16) -> u64 {
     1 + (u64::from(weight).saturating_sub(10)) * 9_999 / 990
 }
 
-fn hugetlb_setting(limit: &LinuxHugepageLimit) -> Result<(String, String)> {
+/// What is in use is limited, and what is reserved.
+fn hugetlb_settings(limit: &LinuxHugepageLimit) -> Result<[Setting; 2]> {
     let size = limit.page_size();
     if size.is_empty() || !size.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
         return Err(CgroupError::Invalid(
@@ -293,7 +399,10 @@ fn hugetlb_setting(limit: &LinuxHugepageLimit) -> Result<(String, String)> {
         -1 => "max".into(),
         limit => limit.to_string(),
     };
-    Ok((format!("hugetlb.{size}.max"), value))
+    Ok(["max", "rsvd.max"].map(|file| {
+        let file = format!("hugetlb.{size}.{file}");
+        Setting::new("linux.resources.hugepageLimits", file, value.as_str())
+    }))
 }
 
 #[cfg(test)]
@@ -338,6 +447,7 @@ mod tests {
             "io.weight",
             "io.max",
             "hugetlb.2MB.max",
+            "hugetlb.2MB.rsvd.max",
             "memory.high",
         ];
         let values = [
@@ -350,6 +460,7 @@ mod tests {
             "100",
             "10000",
             "254:0 rbps=7",
+            "5",
             "5",
             "9",
         ];
@@ -429,6 +540,14 @@ mod tests {
             (
                 serde_json::json!({"cpu": {"realtimeRuntime": 5}}),
                 "realtimeRuntime",
+            ),
+            (
+                serde_json::json!({"cpu": {"idle": 1, "shares": 512}}),
+                "shares",
+            ),
+            (
+                serde_json::json!({"hugepageLimits": [{"pageSize": "3MB", "limit": 1}]}),
+                "hugepageLimits",
             ),
             (serde_json::json!({"network": {"classID": 5}}), "network"),
             (
