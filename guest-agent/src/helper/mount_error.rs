@@ -12,6 +12,7 @@ use nix::sched::{CloneFlags, unshare};
 use oci_spec::runtime::Mount;
 
 use super::executor::in_words;
+use crate::spec::is_bind;
 
 /// If `log` is libcontainer's line about one of the mounts: the words of runc for it, with the
 /// kernel's reason. `target` is a directory to try the mount on.
@@ -25,8 +26,12 @@ pub fn explain(log: &str, mounts: &[Mount], target: &Path) -> Option<String> {
         // What failed was not the mount itself but its place in the container.
         Ok(()) => "the destination cannot be used".into(),
     };
+    let with = match data(failed).as_str() {
+        "" => String::new(),
+        data => format!(" with {data:?}"),
+    };
     Some(format!(
-        "error mounting {:?} to rootfs at {:?}: {cause}",
+        "error mounting {:?} to rootfs at {:?}{with}: {cause}",
         source.display().to_string(),
         failed.destination().display().to_string(),
     ))
@@ -41,21 +46,12 @@ fn try_again(failed: &Mount, target: &Path) -> io::Result<()> {
     unshare(CloneFlags::CLONE_NEWNS)?;
     let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
     mount(None::<&str>, "/", None::<&str>, private, None::<&str>)?;
-    let options = failed.options().as_deref().unwrap_or_default();
-    let data: Vec<&str> = options
-        .iter()
-        .map(String::as_str)
-        .filter(|option| !MOUNT_FLAGS.contains(option))
-        .collect();
-    let bind = options
-        .iter()
-        .any(|option| option == "bind" || option == "rbind");
-    let flags = if bind {
+    let flags = if is_bind(failed) {
         MsFlags::MS_BIND
     } else {
         MsFlags::empty()
     };
-    let data = data.join(",");
+    let data = data(failed);
     mount(
         failed.source().as_deref(),
         target,
@@ -64,6 +60,15 @@ fn try_again(failed: &Mount, target: &Path) -> io::Result<()> {
         Some(data.as_str()),
     )?;
     Ok(())
+}
+
+/// The options that are the file system's own.
+fn data(mount: &Mount) -> String {
+    let options = mount.options().iter().flatten().map(String::as_str);
+    let own: Vec<_> = options
+        .filter(|option| !MOUNT_FLAGS.contains(option))
+        .collect();
+    own.join(",")
 }
 
 #[cfg(test)]
@@ -86,6 +91,15 @@ mod tests {
             assert!(MountOption::from_str(option).is_err(), "{option}");
             assert!(MountRecursive::from_str(option).is_err(), "{option}");
         }
+    }
+
+    #[test]
+    fn the_options_that_a_file_system_may_not_know_are_its_own() {
+        let json = serde_json::json!({"destination": "/m", "options": ["ro", "mode=755", "nosuid", "fast"]});
+        assert_eq!(
+            data(&serde_json::from_value(json).unwrap()),
+            "mode=755,fast"
+        );
     }
 
     #[test]
