@@ -7,20 +7,21 @@
 
 mod document;
 mod mounts;
+mod namespaces;
 mod process;
+mod seccomp;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use nix::sched::CloneFlags;
 use oci_spec::runtime::{
-    Hooks, LinuxNamespace, LinuxNamespaceType, LinuxResources, LinuxSeccompAction, Process,
-    RootBuilder, Spec,
+    Hooks, Linux, LinuxDeviceType, LinuxNamespaceType, LinuxResources, Process, RootBuilder, Spec,
 };
 
 use crate::helper::ExecBase;
 pub use document::{DocumentError, of_tree, read};
 pub use mounts::{clean, is_bind};
+use namespaces::{clone_flags, has, own_namespaces};
 pub use process::{MOST_FILES, adapt_process};
 
 /// A specification that the guest cannot carry out.
@@ -85,20 +86,8 @@ pub fn adapt(
 
     let namespaces = own_namespaces(linux.namespaces().as_deref().unwrap_or_default())?;
     let user_namespace = has(&namespaces, LinuxNamespaceType::User);
-    if !user_namespace {
-        // libcontainer refuses mappings that nothing uses; containerd sends empty lists.
-        for (field, mappings) in [
-            ("linux.uidMappings", linux.uid_mappings()),
-            ("linux.gidMappings", linux.gid_mappings()),
-        ] {
-            if mappings.as_ref().is_some_and(|m| !m.is_empty()) {
-                return Err(SpecError::Invalid(
-                    field,
-                    "there is no user namespace".into(),
-                ));
-            }
-        }
-    }
+    namespaces::check_users(&linux, process.user(), user_namespace)?;
+    namespaces::check_clocks(&linux, has(&namespaces, LinuxNamespaceType::Time))?;
     let base = ExecBase {
         namespaces: clone_flags(&namespaces),
         capabilities: process.capabilities().clone(),
@@ -196,68 +185,26 @@ fn refuse_foreign(spec: &Spec) -> Result<(), SpecError> {
         return unsupported("linux.netDevices", "the guest's network is the pod's");
     }
     if let Some(seccomp) = linux.seccomp() {
-        let notifies = seccomp
-            .syscalls()
-            .iter()
-            .flatten()
-            .any(|call| call.action() == LinuxSeccompAction::ScmpActNotify);
-        if notifies || seccomp.listener_path().is_some() {
-            return unsupported(
-                "linux.seccomp.listenerPath",
-                "a listener cannot be reached from the guest",
-            );
+        seccomp::check(seccomp)?;
+    }
+    check_devices(linux)
+}
+
+/// Whether /dev/null, which a container's programs rely on, is not to be something else.
+fn check_devices(linux: &Linux) -> Result<(), SpecError> {
+    let mut devices = linux.devices().iter().flatten();
+    let null = devices.find(|device| clean(device.path()) == Path::new("/dev/null"));
+    match null {
+        Some(device)
+            if (device.typ(), device.major(), device.minor()) != (LinuxDeviceType::C, 1, 3) =>
+        {
+            Err(SpecError::Invalid(
+                "linux.devices",
+                "/dev/null has the type c and the numbers 1 and 3".into(),
+            ))
         }
+        _ => Ok(()),
     }
-    Ok(())
-}
-
-/// The namespaces that a container gets for itself. A PID namespace with a path is one shared by
-/// the pod, and that is the guest's own.
-fn own_namespaces(asked: &[LinuxNamespace]) -> Result<Vec<LinuxNamespace>, SpecError> {
-    let mut own = Vec::with_capacity(asked.len());
-    for namespace in asked {
-        match namespace.typ() {
-            LinuxNamespaceType::Network | LinuxNamespaceType::Ipc | LinuxNamespaceType::Uts => {}
-            LinuxNamespaceType::Pid if namespace.path().is_some() => {}
-            _ if namespace.path().is_some() => {
-                return Err(SpecError::Unsupported {
-                    field: "linux.namespaces[].path",
-                    reason: "the guest does not have the host's namespaces",
-                });
-            }
-            _ => own.push(namespace.clone()),
-        }
-    }
-    if !has(&own, LinuxNamespaceType::Mount) {
-        return Err(SpecError::Unsupported {
-            field: "linux.namespaces",
-            reason: "a container without a mount namespace would share the agent's",
-        });
-    }
-    Ok(own)
-}
-
-fn has(namespaces: &[LinuxNamespace], kind: LinuxNamespaceType) -> bool {
-    namespaces.iter().any(|namespace| namespace.typ() == kind)
-}
-
-fn clone_flags(namespaces: &[LinuxNamespace]) -> i32 {
-    let flags = namespaces
-        .iter()
-        .fold(CloneFlags::empty(), |flags, namespace| {
-            flags
-                | match namespace.typ() {
-                    LinuxNamespaceType::Mount => CloneFlags::CLONE_NEWNS,
-                    LinuxNamespaceType::Cgroup => CloneFlags::CLONE_NEWCGROUP,
-                    LinuxNamespaceType::Uts => CloneFlags::CLONE_NEWUTS,
-                    LinuxNamespaceType::Ipc => CloneFlags::CLONE_NEWIPC,
-                    LinuxNamespaceType::User => CloneFlags::CLONE_NEWUSER,
-                    LinuxNamespaceType::Pid => CloneFlags::CLONE_NEWPID,
-                    LinuxNamespaceType::Network => CloneFlags::CLONE_NEWNET,
-                    LinuxNamespaceType::Time => CloneFlags::from_bits_retain(0x80),
-                }
-        });
-    flags.bits()
 }
 
 /// The settings, with slashes. Which ones a pod may have is what runc allows to a container with
@@ -358,7 +305,7 @@ mod tests {
             .namespaces()
             .iter()
             .flatten()
-            .map(LinuxNamespace::typ)
+            .map(oci_spec::runtime::LinuxNamespace::typ)
             .collect();
         assert_eq!(kinds, [LinuxNamespaceType::Pid, LinuxNamespaceType::Mount]);
         assert_eq!(
