@@ -1,6 +1,6 @@
 //! What libcontainer (0.7) leaves to be done to a container's mounts once they are there: on
 //! `linux.readonlyPaths` it forbids programs, devices and set-uid bits, too, which nobody has asked for; and it
-//! sets the propagation of binds alone, and of a new file system only the mount's flags, not its own (`sync`, `dirsync`,
+//! sets no propagation, and of a new file system only the mount's flags, not its own (`sync`, `dirsync`,
 //! `mand`).
 
 use std::collections::HashMap;
@@ -41,8 +41,7 @@ pub fn settle(spec: &Spec, init: i32) -> Result<(), ChildError> {
     let readonly: Vec<_> = readonly.collect();
     let mounts = spec.mounts().as_deref().unwrap_or_default();
     let fresh: Vec<_> = on_top(mounts).filter(|mount| !is_bind(mount)).collect();
-    let propagated: Vec<_> = fresh
-        .iter()
+    let propagated: Vec<_> = on_top(mounts)
         .filter_map(|mount| Some((mount.destination(), propagation(mount)?)))
         .collect();
     let flagged: Vec<_> = fresh
@@ -132,9 +131,11 @@ fn reconfigure(place: &Path, flags: &[&CStr]) -> io::Result<()> {
     Ok(configure(RECONFIGURE, std::ptr::null())?)
 }
 
-/// The last propagation that a mount's options name.
+/// The last propagation that a mount's options name. What the host mounts below the source of a bind comes, or not, by
+/// virtio-fs, and what the container mounts there stays its own: of the kinds a bind's own is whether it can be bound.
 fn propagation(mount: &Mount) -> Option<MsFlags> {
-    mount.options().iter().flatten().rev().find_map(|option| {
+    let mut options = mount.options().iter().flatten().rev();
+    let last = options.find_map(|option| {
         let (name, depth) = match option.strip_prefix('r') {
             Some(name) => (name, MsFlags::MS_REC),
             None => (option.as_str(), MsFlags::empty()),
@@ -147,7 +148,8 @@ fn propagation(mount: &Mount) -> Option<MsFlags> {
             _ => return None,
         };
         Some(kind | depth)
-    })
+    });
+    last.filter(|kind| !is_bind(mount) || kind.contains(MsFlags::MS_UNBINDABLE))
 }
 
 /// The mounts of a namespace by their ids: that of the mount below, and the options.
@@ -269,6 +271,11 @@ mod tests {
         );
         assert_eq!(of(&["private"]), Some(MsFlags::MS_PRIVATE));
         assert_eq!(of(&["ro", "relatime"]), None);
+        assert_eq!(of(&["rbind", "rprivate"]), None);
+        assert_eq!(
+            of(&["bind", "private", "unbindable"]),
+            Some(MsFlags::MS_UNBINDABLE)
+        );
     }
 
     #[test]
