@@ -1,14 +1,12 @@
 //! What libcontainer (0.7) leaves to be done to a container's mounts once they are there: on
 //! `linux.readonlyPaths` it forbids programs, devices and set-uid bits, too, which nobody has asked for; and it
-//! sets no propagation, and of a new file system only the mount's flags, not its own (`sync`, `dirsync`,
-//! `mand`).
+//! sets no propagation.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use nix::errno::Errno;
@@ -40,16 +38,10 @@ pub fn settle(spec: &Spec, init: i32) -> Result<(), ChildError> {
         .filter(|path| !masked.contains(path));
     let readonly: Vec<_> = readonly.collect();
     let mounts = spec.mounts().as_deref().unwrap_or_default();
-    let fresh: Vec<_> = on_top(mounts).filter(|mount| !is_bind(mount)).collect();
     let propagated: Vec<_> = on_top(mounts)
         .filter_map(|mount| Some((mount.destination(), propagation(mount)?)))
         .collect();
-    let flagged: Vec<_> = fresh
-        .iter()
-        .map(|mount| (mount.destination(), file_system_flags(mount)))
-        .filter(|(_, flags)| !flags.is_empty())
-        .collect();
-    if readonly.is_empty() && propagated.is_empty() && flagged.is_empty() {
+    if readonly.is_empty() && propagated.is_empty() {
         return Ok(());
     }
     let failed =
@@ -58,9 +50,6 @@ pub fn settle(spec: &Spec, init: i32) -> Result<(), ChildError> {
     let table = Mounts::parse(&table);
     let namespace = fs::File::open(format!("/proc/{init}/ns/mnt")).map_err(failed)?;
     setns(&namespace, CloneFlags::CLONE_NEWNS).map_err(|e| failed(e.into()))?;
-    for (place, flags) in flagged {
-        reconfigure(place, &flags).map_err(failed)?;
-    }
     for path in readonly {
         restore(path, &table).map_err(failed)?;
     }
@@ -82,53 +71,6 @@ fn on_top(mounts: &[Mount]) -> impl Iterator<Item = &Mount> {
         .enumerate()
         .filter(move |(at, mount)| !hidden(*at, mount.destination()))
         .map(|(_, mount)| mount)
-}
-
-/// The flags that a mount's options want of its file system, by the names that fsconfig(2) knows.
-fn file_system_flags(mount: &Mount) -> Vec<&'static CStr> {
-    let mut flags = Vec::new();
-    for option in mount.options().iter().flatten() {
-        let (flag, on) = match option.as_str() {
-            "sync" => (c"sync", true),
-            "async" => (c"sync", false),
-            "dirsync" => (c"dirsync", true),
-            "mand" => (c"mand", true),
-            "nomand" => (c"mand", false),
-            _ => continue,
-        };
-        flags.retain(|known| *known != flag);
-        if on {
-            flags.push(flag);
-        }
-    }
-    flags
-}
-
-/// Sets flags of the file system that is mounted at a place.
-fn reconfigure(place: &Path, flags: &[&CStr]) -> io::Result<()> {
-    // linux/mount.h
-    const SET_FLAG: libc::c_uint = 0;
-    const RECONFIGURE: libc::c_uint = 7;
-    const CLOEXEC: libc::c_uint = 1;
-    let path = CString::new(place.as_os_str().as_bytes()).map_err(io::Error::other)?;
-    // SAFETY: the path ends with NUL.
-    let fd = unsafe { libc::syscall(libc::SYS_fspick, libc::AT_FDCWD, path.as_ptr(), CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just made this descriptor for us.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-    let configure = |command: libc::c_uint, key: *const libc::c_char| {
-        let none = std::ptr::null::<libc::c_char>();
-        // SAFETY: the key is none or ends with NUL, and there is no value.
-        let result =
-            unsafe { libc::syscall(libc::SYS_fsconfig, fd.as_raw_fd(), command, key, none, 0) };
-        Errno::result(result).map(drop)
-    };
-    for flag in flags {
-        configure(SET_FLAG, flag.as_ptr())?;
-    }
-    Ok(configure(RECONFIGURE, std::ptr::null())?)
 }
 
 /// The last propagation that a mount's options name. What the host mounts below the source of a bind comes, or not, by
@@ -235,18 +177,6 @@ fn restore(path: &str, mounts: &Mounts<'_>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_last_of_contradicting_flags_of_a_file_system_counts() {
-        let of = |options: &[&str]| {
-            let json =
-                serde_json::json!({"destination": "/m", "type": "tmpfs", "options": options});
-            file_system_flags(&serde_json::from_value(json).unwrap())
-        };
-        assert_eq!(of(&["sync", "ro", "dirsync"]), [c"sync", c"dirsync"]);
-        assert_eq!(of(&["sync", "mand", "async"]), [c"mand"]);
-        assert!(of(&["mand", "nomand", "size=4k"]).is_empty());
-    }
 
     #[test]
     fn a_mount_below_a_later_one_is_hidden() {

@@ -88,6 +88,10 @@ pub fn adapt(
     let user_namespace = has(&namespaces, LinuxNamespaceType::User);
     namespaces::check_users(&linux, process.user(), user_namespace)?;
     namespaces::check_clocks(&linux, has(&namespaces, LinuxNamespaceType::Time))?;
+    if let Some(mut filter) = linux.seccomp().clone() {
+        seccomp::fit(&mut filter)?;
+        linux.set_seccomp(Some(filter));
+    }
     let base = ExecBase {
         namespaces: clone_flags(&namespaces),
         capabilities: process.capabilities().clone(),
@@ -183,6 +187,10 @@ fn refuse_foreign(spec: &Spec) -> Result<(), SpecError> {
     }
     if linux.net_devices().as_ref().is_some_and(|d| !d.is_empty()) {
         return unsupported("linux.netDevices", "the guest's network is the pod's");
+    }
+    let personality = linux.personality().as_ref();
+    if personality.is_some_and(|p| p.flags().as_ref().is_some_and(|flags| !flags.is_empty())) {
+        return unsupported("linux.personality.flags", "there are none to choose from");
     }
     if let Some(seccomp) = linux.seccomp() {
         seccomp::check(seccomp)?;
@@ -429,6 +437,11 @@ mod tests {
                 "/hooks",
                 serde_json::json!({"poststop": [{"path": "/x"}]}),
                 "hooks",
+            ),
+            (
+                "/linux/personality",
+                serde_json::json!({"domain": "LINUX", "flags": ["ADDR_NO_RANDOMIZE"]}),
+                "linux.personality.flags",
             ),
             (
                 "/linux/rootfsPropagation",

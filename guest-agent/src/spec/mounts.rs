@@ -100,7 +100,17 @@ fn fit_options(mount: &mut Mount) -> Result<(), SpecError> {
         ))
     };
     let is_bind = is_bind(mount);
+    // libcontainer drops flags of a file system that it knows. With a value it does not know them, and hands them to
+    // fsconfig(2), which looks at no value of a flag.
+    const FLAGS: [(&str, &str, bool); 5] = [
+        ("sync", "sync=1", true),
+        ("async", "sync=1", false),
+        ("dirsync", "dirsync=1", true),
+        ("mand", "mand=1", true),
+        ("nomand", "mand=1", false),
+    ];
     let mut fitted: Vec<String> = Vec::with_capacity(options.len());
+    let mut flags: Vec<&str> = Vec::new();
     let mut add = |option: &str| {
         if let Some(pair) = RECURSIVE.iter().find(|pair| pair.contains(&option)) {
             fitted.retain(|o| !pair.contains(&o.as_str()));
@@ -108,6 +118,14 @@ fn fit_options(mount: &mut Mount) -> Result<(), SpecError> {
         fitted.push(option.to_owned());
     };
     for option in options {
+        if let Some((_, flag, on)) = FLAGS.iter().find(|(name, ..)| name == option) {
+            flags.retain(|known| known != flag);
+            // A bind has none of its own.
+            if *on && !is_bind {
+                flags.push(flag);
+            }
+            continue;
+        }
         match option.as_str() {
             "nosymfollow" => add("rnosymfollow"),
             "symfollow" => add("rsymfollow"),
@@ -124,6 +142,7 @@ fn fit_options(mount: &mut Mount) -> Result<(), SpecError> {
             other => add(other),
         }
     }
+    fitted.extend(flags.into_iter().map(str::to_owned));
     mount.set_options(Some(fitted));
     Ok(())
 }
@@ -166,6 +185,11 @@ mod tests {
             fitted(&["nosymfollow", "ro", "rro", "rrw", "symfollow"]).unwrap(),
             ["ro", "rrw", "rsymfollow"]
         );
+        assert_eq!(
+            fitted(&["sync", "dirsync", "mand", "ro", "nomand", "async", "sync"]).unwrap(),
+            ["ro", "dirsync=1", "sync=1"]
+        );
+        assert_eq!(fitted(&["rbind", "sync", "mand"]).unwrap(), ["rbind"]);
         for (options, word) in [
             (&["tmpcopyup"][..], "tmpcopyup"),
             (&["remount", "ro"], "remount"),

@@ -1,6 +1,10 @@
 //! What of filters for system calls a guest cannot do.
 
-use oci_spec::runtime::{LinuxSeccomp, LinuxSeccompAction, LinuxSeccompFilterFlag};
+use oci_spec::OciSpecError;
+use oci_spec::runtime::{
+    LinuxSeccomp, LinuxSeccompAction, LinuxSeccompArg, LinuxSeccompArgBuilder,
+    LinuxSeccompFilterFlag, LinuxSeccompOperator, LinuxSyscall,
+};
 
 use super::SpecError;
 
@@ -39,7 +43,56 @@ pub(super) fn check(seccomp: &LinuxSeccomp) -> Result<(), SpecError> {
             }
         }
     }
+    if !lets_wait(seccomp) {
+        return unsupported(
+            "linux.seccomp.syscalls",
+            "accept4 must be allowed: by it a container waits for its start, after the filter is in place",
+        );
+    }
     Ok(())
+}
+
+/// The system call by which libcontainer's init waits.
+const WAIT: &str = "accept4";
+
+fn lets_wait(seccomp: &LinuxSeccomp) -> bool {
+    let unconditional = |call: &&LinuxSyscall| call.args().as_ref().is_none_or(Vec::is_empty);
+    let mut rules = seccomp.syscalls().iter().flatten().filter(unconditional);
+    let rule = rules.find(|call| call.names().iter().any(|name| name == WAIT));
+    matches!(
+        rule.map_or(seccomp.default_action(), LinuxSyscall::action),
+        LinuxSeccompAction::ScmpActAllow | LinuxSeccompAction::ScmpActLog
+    )
+}
+
+/// Puts comparisons in libcontainer's order: with `SCMP_CMP_MASKED_EQ` it takes the mask for what is to be left, and that
+/// for the mask.
+pub(super) fn fit(seccomp: &mut LinuxSeccomp) -> Result<(), SpecError> {
+    let Some(mut calls) = seccomp.syscalls().clone() else {
+        return Ok(());
+    };
+    for call in &mut calls {
+        if let Some(arguments) = call.args() {
+            let arguments: Result<_, _> = arguments.iter().map(turned).collect();
+            let arguments = arguments
+                .map_err(|e| SpecError::Invalid("linux.seccomp.syscalls[].args", e.to_string()))?;
+            call.set_args(Some(arguments));
+        }
+    }
+    seccomp.set_syscalls(Some(calls));
+    Ok(())
+}
+
+fn turned(argument: &LinuxSeccompArg) -> Result<LinuxSeccompArg, OciSpecError> {
+    if argument.op() != LinuxSeccompOperator::ScmpCmpMaskedEq {
+        return Ok(*argument);
+    }
+    LinuxSeccompArgBuilder::default()
+        .index(argument.index())
+        .op(argument.op())
+        .value(argument.value_two().unwrap_or(0))
+        .value_two(argument.value())
+        .build()
 }
 
 #[cfg(test)]
@@ -47,6 +100,55 @@ mod tests {
     use serde_json::json;
 
     use super::super::tests::{adapted, small};
+    use super::*;
+
+    #[test]
+    fn a_filter_lets_a_container_wait_for_its_start() {
+        let rule = |action: &str, names: &[&str]| json!({"names": names, "action": action});
+        for (default, rules, waits) in [
+            ("SCMP_ACT_ALLOW", json!([]), true),
+            (
+                "SCMP_ACT_ERRNO",
+                json!([rule("SCMP_ACT_ALLOW", &["read", "accept"])]),
+                false,
+            ),
+            (
+                "SCMP_ACT_ERRNO",
+                json!([rule("SCMP_ACT_ALLOW", &["accept4"])]),
+                true,
+            ),
+            (
+                "SCMP_ACT_ALLOW",
+                json!([rule("SCMP_ACT_KILL", &["accept4"])]),
+                false,
+            ),
+        ] {
+            let filter = json!({"defaultAction": default, "syscalls": rules});
+            let filter: LinuxSeccomp = serde_json::from_value(filter).unwrap();
+            assert_eq!(check(&filter).is_ok(), waits, "{filter:?}");
+        }
+    }
+
+    #[test]
+    fn a_mask_comes_second() {
+        let argument =
+            json!({"index": 1, "value": 255, "valueTwo": 100, "op": "SCMP_CMP_MASKED_EQ"});
+        let other = json!({"index": 0, "value": 7, "valueTwo": 8, "op": "SCMP_CMP_GE"});
+        let mut filter: LinuxSeccomp = serde_json::from_value(json!({
+            "defaultAction": "SCMP_ACT_ALLOW",
+            "syscalls": [{"names": ["ftruncate"], "action": "SCMP_ACT_ERRNO", "args": [argument, other]}],
+        }))
+        .unwrap();
+        fit(&mut filter).unwrap();
+        let calls = filter.syscalls().clone().unwrap();
+        let values: Vec<_> = calls[0]
+            .args()
+            .iter()
+            .flatten()
+            .map(|a| (a.value(), a.value_two()))
+            .collect();
+        assert_eq!(values, [(100, Some(255)), (7, Some(8))]);
+    }
 
     #[test]
     fn listeners_and_arguments_that_no_call_has_are_refused() {

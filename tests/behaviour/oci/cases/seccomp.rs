@@ -59,6 +59,11 @@ pub fn cases() -> Vec<Case> {
             "seccomp: a listener",
             json!({"linux": {"seccomp": {"defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/run/listener", "listenerMetadata": "web"}}}),
         ),
+        refused(
+            "accept4",
+            "seccomp: all but a list, without what a container waits by",
+            json!({"linux": {"seccomp": {"defaultAction": "SCMP_ACT_ERRNO", "syscalls": [{"names": ["execve"], "action": "SCMP_ACT_ALLOW"}]}}}),
+        ),
         same("seccomp: EQ", operator("SCMP_CMP_EQ"), SIZES),
         same("seccomp: NE", operator("SCMP_CMP_NE"), SIZES),
         same("seccomp: LT", operator("SCMP_CMP_LT"), SIZES),
@@ -167,6 +172,7 @@ pub fn cases() -> Vec<Case> {
     ];
     // The default action is for what the list does not name: these calls are enough for a shell and its commands.
     let shell = [
+        "accept4",
         "access",
         "arch_prctl",
         "brk",
@@ -287,7 +293,7 @@ pub fn cases() -> Vec<Case> {
         let mut change = filter(
             json!([{"names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO", "errnoRet": 28}]),
         );
-        change["process"] = json!({"user": {"uid": 1000, "gid": 1000}, "capabilities": null, "noNewPrivileges": no_new_privileges});
+        change["process"] = json!({"user": {"uid": 1000, "gid": 1000}, "capabilities": {"bounding": [], "effective": [], "permitted": []}, "noNewPrivileges": no_new_privileges});
         cases.push(same(
             name,
             change,
