@@ -171,7 +171,7 @@ fn a_hook_that_fails_fails_the_run_and_leaves_nothing() {
         assert_ne!(ended.status, 0, "{kind}");
         if kind == "createContainer" {
             assert!(
-                ended.stderr.contains("create container hooks"),
+                ended.stderr.contains("hooks.createContainer"),
                 "{}",
                 ended.stderr
             );

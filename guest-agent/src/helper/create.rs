@@ -26,6 +26,9 @@ pub const STATE: &str = "state";
 /// The socket below the container's directory on which a terminal's master is handed over.
 pub const CONSOLE_SOCKET: &str = "console.sock";
 
+/// How libcontainer's line in its log begins when a hook that it runs before a container's start has failed.
+const HOOK_FAILED: &str = "failed to run create container hooks err=";
+
 /// Builds a container up to where its init waits to be started. Returns the init's PID. What a
 /// failure leaves is the agent's to clean up.
 pub fn create(order: &CreateOrder, document: &[u8], control: &Control) -> Result<i32, ChildError> {
@@ -117,6 +120,11 @@ fn build(
                 return during_init(ChildError::Failed(message));
             };
             let mounts = adapted.spec.mounts().as_deref().unwrap_or_default();
+            if let Some(cause) = first.strip_prefix(HOOK_FAILED) {
+                return during_init(ChildError::Failed(format!(
+                    "error running a hook of hooks.createContainer: {cause}"
+                )));
+            }
             during_init(match mount_error::explain(&first, mounts, &order.dir) {
                 Some(message) => ChildError::Invalid(message),
                 None => ChildError::Failed(format!("{first} ({message})")),

@@ -61,6 +61,9 @@ fn check_place(mount: &Mount) -> Result<(), SpecError> {
     if !destination.is_absolute() {
         return refuse(format!("{} is not absolute", destination.display()));
     }
+    if clean(destination) == Path::new("/") {
+        return refuse("the root is where root.path is mounted".into());
+    }
     // What a container believes of processes must not come from somebody else.
     let is_proc = mount.typ().as_deref() == Some("proc");
     let place = clean(destination);
@@ -204,11 +207,12 @@ mod tests {
     }
 
     #[test]
-    fn proc_is_mounted_over_only_where_it_tells_of_no_process() {
+    fn the_root_and_what_tells_of_processes_is_not_mounted_over() {
         for (place, kind, fits) in [
             ("/proc", "proc", true),
             ("/proc/cpuinfo", "bind", true),
             ("/process", "tmpfs", true),
+            ("/a/..", "tmpfs", false),
             ("/proc", "bind", false),
             ("/x/../proc/self", "tmpfs", false),
             ("/proc/sys", "proc", false),

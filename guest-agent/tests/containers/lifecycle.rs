@@ -148,7 +148,7 @@ pub async fn hooks(agent: Agent) {
         .create("failing", &hooked, &agent.no_streams())
         .await
         .unwrap_err();
-    assert!(message.contains("create container hooks"), "{message}");
+    assert!(message.contains("hooks.createContainer"), "{message}");
     let mut hooked = spec(&["touch", "/tmp/ran"]);
     hooked["hooks"] = json!({"startContainer": [inside("exit 3")]});
     agent
