@@ -86,6 +86,7 @@ impl HostCgroup {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(error(e)),
             }
+            inherit_cpuset(directory).map_err(error)?;
         }
         Ok(())
     }
@@ -117,6 +118,35 @@ impl HostCgroup {
     pub fn directories(&self) -> &[PathBuf] {
         &self.directories
     }
+}
+
+/// In a v1 hierarchy with cpusets a new cgroup has neither processors nor memory nodes, and takes no process until it
+/// has (Documentation/admin-guide/cgroup-v1/cpusets.rst, section 2.1): it gets those of its parent.
+fn inherit_cpuset(directory: &Path) -> io::Result<()> {
+    let v1 = nix::sys::statfs::statfs(directory)?.filesystem_type()
+        == nix::sys::statfs::CGROUP_SUPER_MAGIC;
+    if !v1 || !directory.join("cpuset.cpus").exists() {
+        return Ok(());
+    }
+    // The root of the hierarchy has all of them.
+    let known = |level: &&Path| {
+        ["cpuset.cpus", "cpuset.mems"].iter().all(|file| {
+            std::fs::read_to_string(level.join(file)).map_or(true, |list| !list.trim().is_empty())
+        })
+    };
+    let new: Vec<&Path> = directory
+        .ancestors()
+        .take_while(|level| !known(level))
+        .collect();
+    for level in new.into_iter().rev() {
+        let Some(parent) = level.parent() else {
+            continue;
+        };
+        for file in ["cpuset.cpus", "cpuset.mems"] {
+            std::fs::write(level.join(file), std::fs::read(parent.join(file))?)?;
+        }
+    }
+    Ok(())
 }
 
 /// Removes a cgroup without processes; one that is gone is no error.

@@ -1,6 +1,9 @@
 //! A container starts, sees what it was promised, and ends as it should.
 
-use std::process::Command;
+use std::fs;
+use std::io::Write;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use cube_tests::*;
 
@@ -235,4 +238,102 @@ fn processes_and_state_are_listed() {
     let processes = running.task("ps", &[]).success();
     assert!(processes.contains(&pid.to_string()), "{processes}");
     assert!(std::path::Path::new(&format!("/proc/{pid}")).exists());
+}
+
+#[test]
+fn the_hypervisor_lives_in_the_cgroup_that_containerd_named() {
+    let running = Container::new().start(&["sleep", "1000"]);
+    let named = format!("/default/{}", running.id);
+    assert_eq!(cgroups_of(running.pid()), [named]);
+    let id = running.id.clone();
+    drop(running);
+    assert_no_traces_of(&id);
+}
+
+#[test]
+fn the_shim_lives_in_the_cgroup_that_the_runtimes_options_name() {
+    let bundle = TestDir::new();
+    let id = unique("shim");
+    let named = format!("/shims-of-tests/{id}");
+    let shim = |action: &str| {
+        let hypervisor = setting("CUBE_HYPERVISOR");
+        let mut shim =
+            Command::new(hypervisor.replace("cube-hypervisor", "containerd-shim-cube-v1"));
+        shim.args(["-namespace", "default", "-address", "/no/such/containerd"])
+            .args(["-publish-binary", "/no/such", "-id", &id, "-bundle"])
+            .arg(bundle.path())
+            .arg(action)
+            .current_dir(bundle.path())
+            .env("TTRPC_ADDRESS", "/no/such/containerd.ttrpc")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        shim
+    };
+    let mut start = shim("start").spawn().unwrap();
+    // google.protobuf.Any of containerd.runc.v1.Options, whose third field is shim_cgroup.
+    let options = [
+        field(1, b"containerd.runc.v1.Options"),
+        field(2, &field(3, named.as_bytes())),
+    ];
+    start
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(&options.concat())
+        .unwrap();
+    let started = start.wait_with_output().unwrap();
+    assert!(started.status.success(), "{started:?}");
+
+    let found = Command::new("pgrep").args(["-f", &id]).output().unwrap();
+    let pid: u32 = String::from_utf8(found.stdout)
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
+    assert_eq!(cgroups_of(pid), [named.clone()]);
+
+    let end = End::of(pid).unwrap();
+    Command::new("kill")
+        .args(["-KILL", &pid.to_string()])
+        .status()
+        .unwrap();
+    assert!(end.comes_within(Duration::from_secs(10)));
+    assert!(shim("delete").output().unwrap().status.success());
+    // The cgroup belongs to whoever named it.
+    for hierarchy in hierarchies() {
+        fs::remove_dir(format!("{hierarchy}{named}")).unwrap();
+        fs::remove_dir(format!("{hierarchy}/shims-of-tests")).unwrap();
+    }
+    assert_no_traces_of(&id);
+}
+
+/// A field of a protobuf message that has fewer than 128 bytes.
+fn field(number: u8, bytes: &[u8]) -> Vec<u8> {
+    [
+        &[number << 3 | 2, u8::try_from(bytes.len()).unwrap()],
+        bytes,
+    ]
+    .concat()
+}
+
+/// In which cgroups the process is: one, if it is the same in each hierarchy.
+fn cgroups_of(pid: u32) -> Vec<String> {
+    let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+    let paths = table
+        .lines()
+        .map(|line| line.splitn(3, ':').nth(2).unwrap().to_owned());
+    let mut paths: Vec<_> = paths.collect();
+    paths.dedup();
+    paths
+}
+
+/// The mount point of each hierarchy of cgroups.
+fn hierarchies() -> Vec<String> {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    let cgroups = mounts
+        .lines()
+        .filter(|line| line.split(' ').nth(2).unwrap().starts_with("cgroup"));
+    cgroups
+        .map(|line| line.split(' ').nth(1).unwrap().to_owned())
+        .collect()
 }
