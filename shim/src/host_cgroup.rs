@@ -4,7 +4,9 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use crate::process_id;
 use crate::undo::Undo;
 
 /// Where cgroups are mounted.
@@ -149,12 +151,43 @@ fn inherit_cpuset(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes a cgroup without processes; one that is gone is no error.
+/// Removes a cgroup whose processes have ended, or are about to; one that is gone is no error.
+///
+/// A machine's end is not its processes' end alone: KVM's kernel threads (`kvm_vm_create_worker_thread()` in
+/// virt/kvm/kvm_main.c) live in the cgroup too, until the last reference to the machine is gone.
 pub fn remove(directory: &Path) -> io::Result<()> {
-    match std::fs::remove_dir(directory) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result,
+    /// What lasts longer is somebody else's process.
+    const LIMIT: Duration = Duration::from_secs(2);
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        match std::fs::remove_dir(directory) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy => {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() || !a_process_ends(directory, left)? {
+                    return Err(e);
+                }
+            }
+            result => return result,
+        }
     }
+}
+
+/// Waits no longer than `limit` for the end of a process in the cgroup. False when none has ended.
+fn a_process_ends(directory: &Path, limit: Duration) -> io::Result<bool> {
+    let list = std::fs::read_to_string(directory.join("cgroup.procs"))?;
+    // 0 is a process of another PID namespace.
+    let pids = list
+        .lines()
+        .filter_map(|line| line.parse().ok().filter(|pid| *pid != 0));
+    let handles: Result<Vec<_>, _> = pids.map(process_id::open).collect();
+    let handles = match handles {
+        Ok(handles) => handles,
+        // One of them has ended since.
+        Err(e) if e.raw_os_error() == Some(libc::ESRCH) => return Ok(true),
+        Err(e) => return Err(e),
+    };
+    process_id::one_ends(&handles, limit)
 }
 
 fn join(mount_point: &Path, own: &str, path: &str) -> PathBuf {
@@ -272,6 +305,62 @@ mod tests {
                 (PathBuf::from("/sys/fs/cgroup/unified"), "/c"),
             ]
         );
+    }
+
+    /// A cgroup of v2 or of one v1 hierarchy, gone when dropped.
+    struct Cgroup(PathBuf);
+
+    impl Cgroup {
+        fn new(name: &str) -> Self {
+            let root = Path::new(ROOT);
+            let hierarchy = match is_unified() {
+                true => root.to_owned(),
+                false => root.join("pids"),
+            };
+            let directory = hierarchy.join(format!("cube-test-{name}-{}", std::process::id()));
+            std::fs::create_dir(&directory).unwrap();
+            Self(directory)
+        }
+
+        fn holds_a_sleeper(&self) -> std::process::Child {
+            let child = std::process::Command::new("sleep")
+                .arg("1000")
+                .spawn()
+                .unwrap();
+            std::fs::write(self.0.join("cgroup.procs"), child.id().to_string()).unwrap();
+            child
+        }
+    }
+
+    impl Drop for Cgroup {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_cgroup_is_removed_when_its_last_process_ends() {
+        let cgroup = Cgroup::new("ends");
+        let mut children = [cgroup.holds_a_sleeper(), cgroup.holds_a_sleeper()];
+        let directory = cgroup.0.clone();
+        let removing = std::thread::spawn(move || remove(&directory));
+        for child in &mut children {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        removing.join().unwrap().unwrap();
+        assert!(!cgroup.0.exists());
+        remove(&cgroup.0).unwrap();
+    }
+
+    #[test]
+    fn a_cgroup_with_a_process_that_does_not_end_stays() {
+        let cgroup = Cgroup::new("stays");
+        let mut child = cgroup.holds_a_sleeper();
+        let error = remove(&cgroup.0).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -45,7 +46,7 @@ pub fn note(pid: u32) -> Option<String> {
 /// Kills the process that [`note`] described, if it is still that one, and waits for its end.
 pub fn kill_noted(note: &str) {
     /// containerd gives `delete` five seconds.
-    const LIMIT_MS: u16 = 4000;
+    const LIMIT: Duration = Duration::from_secs(4);
     let Some((pid, started)) = note.trim().split_once(' ') else {
         return;
     };
@@ -59,10 +60,23 @@ pub fn kill_noted(note: &str) {
         log::warn!("Cannot kill the hypervisor {pid}: {e}");
         return;
     }
-    let mut fds = [PollFd::new(handle.as_fd(), PollFlags::POLLIN)];
-    if !matches!(poll(&mut fds, PollTimeout::from(LIMIT_MS)), Ok(1..)) {
-        log::warn!("The hypervisor {pid} has not ended {LIMIT_MS} ms after SIGKILL");
+    if !matches!(one_ends(&[handle], LIMIT), Ok(true)) {
+        log::warn!("The hypervisor {pid} has not ended {LIMIT:?} after SIGKILL");
     }
+}
+
+/// Waits no longer than `limit` until one of these processes has ended.
+///
+/// # Errors
+///
+/// Those of poll(2).
+pub fn one_ends(handles: &[OwnedFd], limit: Duration) -> io::Result<bool> {
+    let mut fds: Vec<_> = handles
+        .iter()
+        .map(|handle| PollFd::new(handle.as_fd(), PollFlags::POLLIN))
+        .collect();
+    let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
+    Ok(poll(&mut fds, limit)? > 0)
 }
 
 /// The 22nd field of /proc/PID/stat: clock ticks from boot to the process's start.
