@@ -61,10 +61,11 @@ fn whatever_is_killed_and_whenever_exits_are_told_once_deletes_work_and_nothing_
                 .downcast_ref::<String>()
                 .cloned()
                 .or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
-            let log = containerd.log_about(&round.ids());
             let text = format!(
-                "round {number}, {plan:?}: {}\n{log}",
-                why.unwrap_or_default()
+                "round {number}, {plan:?}: {}\n{}{}",
+                why.unwrap_or_default(),
+                events.lines_about(&round.ids()),
+                containerd.log_about(&round.ids())
             );
             tell(&text);
             failed.push(text);

@@ -290,7 +290,7 @@ fn the_shim_lives_in_the_cgroup_that_the_runtimes_options_name() {
         .trim()
         .parse()
         .unwrap();
-    assert_eq!(cgroups_of(pid), [named.clone()]);
+    assert_eq!(cgroups_of(pid), std::slice::from_ref(&named));
 
     let end = End::of(pid).unwrap();
     Command::new("kill")

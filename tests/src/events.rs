@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::{ctr, must_ctr, unique};
+use crate::{client, must_ctr, unique};
 
 /// What happens to a task once at most.
 const ONCE: [&str; 4] = [
@@ -39,6 +40,8 @@ pub struct Told {
 struct List {
     told: Mutex<Vec<Told>>,
     more: Condvar,
+    /// Whether the client has ended by itself, so that nothing more will come.
+    deaf: AtomicBool,
 }
 
 impl List {
@@ -71,9 +74,14 @@ impl Events {
     }
 
     fn start(&mut self) {
-        let mut client = ctr(&["events"]).stdout(Stdio::piped()).spawn().unwrap();
+        // It listens for as long as the test takes, without a limit.
+        let [program, how @ ..] = client();
+        let mut command = Command::new(program);
+        command.args(how).arg("events").stdin(Stdio::null());
+        let mut client = command.stdout(Stdio::piped()).spawn().unwrap();
         let stdout = BufReader::new(client.stdout.take().unwrap());
         let list = self.list.clone();
+        list.deaf.store(false, Ordering::Relaxed);
         let label = unique("listening");
         let (heard, hears) = std::sync::mpsc::channel();
         let name = label.clone();
@@ -87,6 +95,8 @@ impl Events {
                     list.more.notify_all();
                 }
             }
+            list.deaf.store(true, Ordering::Relaxed);
+            list.more.notify_all();
         });
         // The client does not say when it listens: so let something happen until it says what.
         for n in 0.. {
@@ -103,9 +113,7 @@ impl Events {
         let Some((mut client, reader)) = self.client.take() else {
             return;
         };
-        // Not SIGKILL, which `timeout` could not hand on.
-        // SAFETY: kill(2) has no memory arguments; the process is a child that was not waited for.
-        unsafe { libc::kill(client.id() as i32, libc::SIGTERM) };
+        let _ = client.kill();
         let _ = client.wait();
         let _ = reader.join();
     }
@@ -160,6 +168,13 @@ impl Events {
         topics.unwrap_or_else(|| panic!("nobody tells of {last} of {id}"))
     }
 
+    /// All that was told of these containers, a line each.
+    pub fn lines_about(&self, ids: &[String]) -> String {
+        let told = self.list.lock();
+        let about = told.iter().filter(|t| ids.contains(&t.container));
+        about.map(|t| format!("{}\n", t.line)).collect()
+    }
+
     /// What `look` finds in all that was told, as soon as it does.
     fn find<T>(&self, limit: Duration, look: impl Fn(&[Told]) -> Option<T>) -> Option<T> {
         let until = Instant::now() + limit;
@@ -168,6 +183,10 @@ impl Events {
             if let Some(found) = look(&told) {
                 return Some(found);
             }
+            assert!(
+                !self.list.deaf.load(Ordering::Relaxed),
+                "the client that listens to events has ended"
+            );
             let left = until.checked_duration_since(Instant::now())?;
             let waited = self.list.more.wait_timeout(told, left);
             told = waited.unwrap_or_else(PoisonError::into_inner).0;

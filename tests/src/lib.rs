@@ -69,20 +69,21 @@ pub fn unique(kind: &str) -> String {
     format!("{kind}-{}-{n}", std::process::id())
 }
 
-/// A `ctr` command line.
+/// A `ctr` command line, which fails if it takes too long.
 pub fn ctr<S: AsRef<str>>(arguments: &[S]) -> Command {
     let mut command = Command::new("timeout");
     // A client that hands signals on to its container does not end by SIGTERM.
-    command.args([
-        "--kill-after=10",
-        LIMIT,
-        &setting("CUBE_TEST_CTR"),
-        "--address",
-        &setting("CUBE_TEST_ADDRESS"),
-    ]);
+    command.args(["--kill-after=10", LIMIT]);
+    command.args(client());
     command.args(arguments.iter().map(AsRef::as_ref));
     command.stdin(Stdio::null());
     command
+}
+
+/// The words that a `ctr` command line begins with.
+fn client() -> [String; 3] {
+    let (ctr, address) = (setting("CUBE_TEST_CTR"), setting("CUBE_TEST_ADDRESS"));
+    [ctr, "--address".to_owned(), address]
 }
 
 /// Runs `ctr` with these arguments; its result, whatever it is.
