@@ -239,11 +239,18 @@ impl<'a> Round<'a> {
         }
     }
 
+    /// A containerd that is killed takes events with it, and one that has just started may have told of some before
+    /// this test listens again: of an exit in the middle of a delete, for one.
+    fn loses_events(&self) -> bool {
+        let is_quiet = matches!(self.plan.moment, Moment::Run | Moment::Exec);
+        self.plan.victim == Victim::Containerd && !is_quiet
+    }
+
     /// As many exits as there were creates, one at most.
     fn check_events(&self, events: &Events) {
         for id in self.ids() {
             let created = events.of_init(&id, "/tasks/create").len();
-            if created > 0 {
+            if created > 0 && !self.loses_events() {
                 let told = events.wait_no_longer_than(HANGS, "/tasks/exit", &id);
                 assert!(
                     told.is_some(),
@@ -256,9 +263,8 @@ impl<'a> Round<'a> {
                 events.of_execs(&id, "/tasks/exit"),
             );
             match (self.plan.victim, self.plan.moment) {
-                // A containerd that is killed takes events with it.
-                (Victim::Containerd, Moment::Run | Moment::Exec) => assert_eq!(exits, 1, "{id}"),
-                (Victim::Containerd, _) => assert!(exits <= 1, "{id}: {exits} exits"),
+                _ if self.loses_events() => assert!(exits <= 1, "{id}: {exits} exits"),
+                (Victim::Containerd, _) => assert_eq!(exits, 1, "{id}"),
                 // See excused().
                 (Victim::Shim, Moment::Delete) => {
                     assert!((1..=2).contains(&exits), "{id}: {exits} exits")
