@@ -1,5 +1,5 @@
-//! Disks: root file systems of the blockfile snapshotter, and block devices of the host. The guest mounts them, the
-//! host does not.
+//! Disks: root file systems of the blockfile, devmapper and erofs snapshotters, and block devices of the host. The guest
+//! mounts them, the host does not.
 
 use std::fs;
 use std::path::PathBuf;
@@ -49,25 +49,32 @@ impl Drop for Loop {
     }
 }
 
-/// The image of a container's snapshot.
-fn image_of(id: &str) -> PathBuf {
-    let mount = must_ctr(&[
+/// The command that mounts a container's snapshot, as containerd gives it.
+fn mount_of(snapshotter: &str, target: &str, id: &str) -> String {
+    must_ctr(&[
         "snapshot",
         "--snapshotter",
-        "blockfile",
+        snapshotter,
         "mounts",
-        "/mnt",
+        target,
         id,
-    ]);
-    let image = mount
-        .split_whitespace()
-        .find(|word| word.contains("/snapshots/"));
-    image.unwrap_or_else(|| panic!("{mount}")).into()
+    ])
 }
 
-#[test]
-fn a_root_file_system_on_a_block_image_is_mounted_by_the_guest_and_keeps_what_is_written() {
-    let container = on_blockfile();
+/// A container's writable image or device.
+fn disk_of(snapshotter: &str, id: &str) -> PathBuf {
+    let mount = mount_of(snapshotter, "/mnt", id);
+    let disk = mount
+        .split_whitespace()
+        .find(|word| word.contains("/snapshots/") || word.starts_with("/dev/mapper/"));
+    // A device is a symbolic link, and open by its node.
+    fs::canonicalize(disk.unwrap_or_else(|| panic!("{mount}"))).unwrap()
+}
+
+/// A container on a writable disk: the guest mounts it, the host does not, and what is written is in it.
+fn is_a_disk_that_the_guest_mounts(snapshotter: &str) {
+    let on_disk = || Container::new().snapshotter(snapshotter);
+    let container = on_disk();
     let script = "grep ' / ' /proc/mounts; echo kept > /file; mkdir /d; chown 5:6 /d";
     let ended = container.command(&[], &["sh", "-c", script]).output();
     let text = Ended::from(ended.unwrap()).success();
@@ -76,34 +83,32 @@ fn a_root_file_system_on_a_block_image_is_mounted_by_the_guest_and_keeps_what_is
         "{text}"
     );
 
-    // While a container runs, its image is a disk of the hypervisor, and no loop device of the host.
-    let running = on_blockfile().start(&["sleep", "1000"]);
-    let image = image_of(&running.id);
+    // While a container runs, its disk is one of the hypervisor's, and no mount or loop device of the host.
+    let running = on_disk().start(&["sleep", "1000"]);
+    let disk = disk_of(snapshotter, &running.id);
     let open = fs::read_dir(format!("/proc/{}/fd", running.pid())).unwrap();
     let mut open = open.filter_map(|fd| fs::read_link(fd.unwrap().path()).ok());
-    assert!(open.any(|path| path == image), "{image:?} is not open");
+    assert!(open.any(|path| path == disk), "{disk:?} is not open");
     let loops = host(
         "losetup",
         &["--list", "--noheadings", "--output", "BACK-FILE"],
     );
-    assert!(!loops.contains(image.to_str().unwrap()), "{loops}");
+    let mounts = fs::read_to_string("/proc/mounts").unwrap();
+    for of_the_host in [loops, mounts] {
+        assert!(
+            !of_the_host.contains(disk.to_str().unwrap()),
+            "{of_the_host}"
+        );
+    }
     let id = running.id.clone();
     drop(running);
     assert_no_traces_of(&id);
 
-    // The image is whole, and what was written is in it.
+    // The disk is whole, and what was written is in it.
     try_ctr(&["task", "delete", &container.id]);
     let dir = TestDir::new();
     let target = dir.path().to_str().unwrap();
-    let mount = must_ctr(&[
-        "snapshot",
-        "--snapshotter",
-        "blockfile",
-        "mounts",
-        target,
-        &container.id,
-    ]);
-    host("sh", &["-c", &mount]);
+    host("sh", &["-c", &mount_of(snapshotter, target, &container.id)]);
     let file = fs::read_to_string(dir.path().join("file"));
     let owner = host(
         "stat",
@@ -114,6 +119,36 @@ fn a_root_file_system_on_a_block_image_is_mounted_by_the_guest_and_keeps_what_is
     assert_eq!(owner, "5:6\n");
     must_ctr(&["container", "delete", &container.id]);
     assert_no_traces_of(&container.id);
+}
+
+#[test]
+fn a_root_file_system_on_a_block_image_is_mounted_by_the_guest_and_keeps_what_is_written() {
+    is_a_disk_that_the_guest_mounts("blockfile");
+}
+
+#[test]
+fn a_root_file_system_on_a_thin_device_is_mounted_by_the_guest_and_keeps_what_is_written() {
+    is_a_disk_that_the_guest_mounts("devmapper");
+}
+
+#[test]
+fn layers_of_the_erofs_snapshotter_are_an_overlay_in_the_guest() {
+    let running = Container::new()
+        .snapshotter("erofs")
+        .start(&["sleep", "1000"]);
+    let mounts = running.exec(&["cat", "/proc/mounts"]).success();
+    assert!(mounts.contains("overlay / overlay rw"), "{mounts}");
+    // Neither the layers nor the overlay are the host's.
+    let of_the_host = fs::read_to_string("/proc/mounts").unwrap();
+    assert!(!of_the_host.contains(" erofs "), "{of_the_host}");
+    // What a layer has can be changed and removed, as anywhere.
+    let script = "echo new >> /etc/passwd && rm /bin/false && mkdir /etc/d && tail -n 1 /etc/passwd && ls /bin/false";
+    let ended = running.exec(&["sh", "-c", script]);
+    assert_eq!(String::from_utf8_lossy(&ended.stdout), "new\n", "{ended:?}");
+    assert!(ended.stderr.contains("No such file"), "{ended:?}");
+    let id = running.id.clone();
+    drop(running);
+    assert_no_traces_of(&id);
 }
 
 #[test]
