@@ -24,6 +24,9 @@ pub const MAX_SLOTS: u8 = 12;
 /// What the guest counts a disk's size in, in bytes.
 const SECTOR: u64 = 512;
 
+/// How devices come into a specification that nobody named.
+const PRIVILEGED: &str = "a privileged container is to have all of the host's devices, unless it is started without them (ctr run --privileged-without-host-devices; privileged_without_host_devices of CRI)";
+
 /// Why a disk cannot be given to the machine.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
@@ -32,7 +35,7 @@ pub enum DiskError {
     Open(PathBuf, io::Error),
     /// The host uses it.
     #[error(
-        "The block device {0:?} is in use on the host: a VM that writes to it would destroy what is mounted there"
+        "The block device {0:?} is in use on the host: a VM that writes to it would destroy what is mounted there; {PRIVILEGED}"
     )]
     InUse(PathBuf),
     /// It is no disk.
@@ -50,11 +53,16 @@ pub enum DiskError {
         /// The container's path for it.
         path: String,
     },
+    /// There is nothing in it.
+    #[error(
+        "The block device {0:?} is a loop device without a file or a drive without a medium: it cannot be a disk of a VM; {PRIVILEGED}"
+    )]
+    Empty(PathBuf),
     /// It has no whole sectors.
     #[error("The disk {0:?} has {1} bytes, which is not a multiple of {SECTOR} above 0")]
     Size(PathBuf, u64),
     /// More disks than any machine has.
-    #[error("The container needs {0} disks, a VM has at most {MAX_SLOTS}")]
+    #[error("The container needs {0} disks, a VM has at most {MAX_SLOTS}; {PRIVILEGED}")]
     TooMany(usize),
     /// The slots are used up.
     #[error(
@@ -108,6 +116,9 @@ impl OpenDisk {
         } else {
             return Err(DiskError::Kind(path.to_owned()));
         };
+        if size == 0 && is_device {
+            return Err(DiskError::Empty(path.to_owned()));
+        }
         if size == 0 || !size.is_multiple_of(SECTOR) {
             return Err(DiskError::Size(path.to_owned(), size));
         }
