@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
 use cube_tests::*;
 
@@ -15,8 +16,13 @@ struct Follower {
 
 impl Follower {
     fn of(file: &Path) -> Self {
+        Self::from(file, 0)
+    }
+
+    /// From so many bytes on.
+    fn from(file: &Path, start: u64) -> Self {
         let mut tail = Command::new("tail");
-        tail.args(["-n", "+1", "-f"])
+        tail.args(["-c", &format!("+{}", start + 1), "-f"])
             .arg(file)
             .stdout(Stdio::piped());
         let mut client = tail.spawn().unwrap();
@@ -145,5 +151,83 @@ fn a_container_that_ends_while_containerd_is_away_is_found_with_its_status() {
     assert_eq!(running.attach().wait().unwrap().code(), Some(6));
     let id = running.id.clone();
     drop(running);
+    assert_no_traces_of(&id);
+}
+
+/// A container without outputs of its own, and an exec that runs in it.
+fn with_an_exec(container: Container, script: &str) -> Running {
+    let running = container.flag("--null-io").start(&["sh", "-c", script]);
+    let mut exec = running.exec_command(&["--detach"], &["sleep", "1000"]);
+    Ended::from(exec.output().unwrap()).success();
+    running
+}
+
+// The next two hold for an absence of any length: containerd's socket, not a clock, tells the shim when to try again.
+
+#[test]
+fn what_happens_while_containerd_stands_still_is_told_once_and_in_order_when_it_goes_on() {
+    let containerd = Containerd::of_the_tests();
+    let events = Events::listen();
+    let running = with_an_exec(Container::new(), "exec sleep 1000");
+    let pid = running.pid();
+    let end = End::of(pid).unwrap();
+    containerd.stop();
+    // SAFETY: kill(2) has no memory arguments.
+    assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGKILL) }, 0);
+    assert!(end.comes_within(Duration::from_secs(60)));
+    containerd.go_on();
+    let exit = events.wait_for("/tasks/exit", &running.id);
+    assert_eq!(exit.status(), Some(137));
+    let id = running.id.clone();
+    drop(running);
+    assert_eq!(
+        events.of_container_until(&id, "/tasks/delete"),
+        [
+            "/tasks/create",
+            "/tasks/start",
+            "/tasks/exec-added",
+            "/tasks/exec-started",
+            "/tasks/exit",
+            "/tasks/exit",
+            "/tasks/delete"
+        ]
+    );
+    let exits = events.all_of(&id, "/tasks/exit");
+    assert_eq!(exits.last().map(|told| &told.process), Some(&id));
+}
+
+#[test]
+fn what_happens_while_containerd_is_away_is_told_once_and_in_order_when_it_comes_back() {
+    let containerd = Containerd::of_the_tests();
+    let shared = Shared::new();
+    let log = shared.file("log");
+    let container = shared.of(Container::new());
+    let container = container.option("--memory-limit", &(32 << 20).to_string());
+    // tail keeps the last line, and there is no end of one.
+    let script = format!("{UNTIL_OPEN}; echo bye >/host/log; exec tail /dev/zero");
+    let running = with_an_exec(container, &script);
+    containerd.kill();
+    let start = fs::metadata(containerd.log()).unwrap().len();
+    shared.file("open");
+    Follower::of(&log).wait_for("bye");
+    // No client listens as early as events come: what the shim told is what containerd says that it was told.
+    let mut said = Follower::from(&containerd.log(), start);
+    containerd.start_again();
+    assert_eq!(running.attach().wait().unwrap().code(), Some(137));
+    let id = running.id.clone();
+    drop(running);
+    let mut told = Vec::new();
+    while told.last().is_none_or(|topic| topic != "/tasks/delete") {
+        let line = said.lines.next().unwrap().unwrap();
+        let topic = line.split("topic=").nth(1);
+        let topic = topic.and_then(|rest| rest.split_whitespace().next());
+        if let (true, Some(topic)) = (line.contains("\"event forwarded\""), topic) {
+            told.push(topic.trim_matches('"').to_owned());
+        }
+    }
+    assert_eq!(
+        told,
+        ["/tasks/oom", "/tasks/exit", "/tasks/exit", "/tasks/delete"]
+    );
     assert_no_traces_of(&id);
 }

@@ -28,12 +28,25 @@ impl Containerd {
 
     /// Kills it, and waits for its end.
     pub fn kill(&self) {
-        let pid = self.pid();
-        let end = End::of(pid).unwrap();
-        // SAFETY: kill(2) has no memory arguments.
-        assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGKILL) }, 0);
+        let end = End::of(self.pid()).unwrap();
+        self.signal(libc::SIGKILL);
         // Its files are locked as long as it is there.
         assert!(end.comes_within(LIMIT), "containerd survives SIGKILL");
+    }
+
+    /// Makes it stand still, with its sockets open, until it goes on.
+    pub fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: kill(2) has no memory arguments.
+        assert_eq!(unsafe { libc::kill(self.pid() as i32, signal) }, 0);
     }
 
     /// Starts it again, with what it had and where it was.
@@ -47,10 +60,15 @@ impl Containerd {
         Ended::from(ended).success();
     }
 
+    /// The file with all that it and its shims say.
+    pub fn log(&self) -> PathBuf {
+        self.0.join("log")
+    }
+
     /// What it and its shims said of these containers last.
     pub fn log_about(&self, ids: &[String]) -> String {
         const LINES: usize = 60;
-        let log = fs::read(self.0.join("log")).unwrap_or_default();
+        let log = fs::read(self.log()).unwrap_or_default();
         let log = String::from_utf8_lossy(&log);
         let lines: Vec<_> = log
             .lines()
