@@ -7,6 +7,7 @@
 mod containerd;
 mod end;
 mod events;
+mod terminal;
 
 use std::fs;
 use std::io::{Read, Write};
@@ -18,6 +19,7 @@ use std::time::Duration;
 pub use containerd::Containerd;
 pub use end::End;
 pub use events::{Events, Told};
+pub use terminal::Terminal;
 
 /// The small image: busybox.
 pub const BUSYBOX: &str = "localhost/cube/busybox:latest";
