@@ -34,8 +34,9 @@ const WRITE: i32 = 4;
 const ALL: i32 = MKNOD | READ | WRITE;
 
 /// What every container may use, whatever its rules say (runtime-spec, "Default Devices"): null,
-/// zero, full, random, urandom, tty, console, ptmx and the terminals; and it may make any node.
-const DEFAULTS: [Rule; 11] = [
+/// zero, full, random, urandom, tty, console, ptmx and the terminals; and it may make any node. As with runc, it may use
+/// /dev/net/tun, too: clients that cannot ask for it have always counted on that.
+const DEFAULTS: [Rule; 12] = [
     rule(BLOCK, None, None, MKNOD),
     rule(CHAR, None, None, MKNOD),
     rule(CHAR, Some(1), Some(3), ALL),
@@ -46,6 +47,7 @@ const DEFAULTS: [Rule; 11] = [
     rule(CHAR, Some(5), Some(0), ALL),
     rule(CHAR, Some(5), Some(1), ALL),
     rule(CHAR, Some(5), Some(2), ALL),
+    rule(CHAR, Some(10), Some(200), ALL),
     rule(CHAR, Some(136), None, ALL),
 ];
 
@@ -424,6 +426,7 @@ mod tests {
         assert_eq!(answer(&program, CHAR, READ, 1, 11), 0);
         assert_eq!(answer(&program, CHAR, MKNOD, 1, 11), 1);
         assert_eq!(answer(&program, CHAR, READ | WRITE, 136, 7), 1);
+        assert_eq!(answer(&program, CHAR, READ | WRITE, 10, 200), 1);
     }
 
     #[test]
