@@ -17,7 +17,7 @@ use crate::sandbox::Sandbox;
 use crate::tell;
 
 /// No bundle takes longer; one that hangs ends with 124.
-pub const LIMIT_SECONDS: i64 = 90;
+pub const LIMIT_SECONDS: i64 = 240;
 
 /// What became of a bundle.
 #[derive(Debug, PartialEq, Eq)]
@@ -88,7 +88,7 @@ impl Lane {
     /// Runs the bundles, with cube several at a time: there is much waiting in it.
     pub fn run_all(&self, cases: &[Case]) -> Vec<Outcome> {
         let workers = match self.runtime {
-            Runtime::Cube(_) => 4,
+            Runtime::Cube(_) => 3,
             Runtime::Runc(_) => 1,
         };
         let next = AtomicUsize::new(0);
