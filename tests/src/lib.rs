@@ -27,6 +27,9 @@ pub const BUSYBOX: &str = "localhost/cube/busybox:latest";
 /// Debian's minimal system with git, sqlite3 and python3, for programs that want glibc.
 pub const DEBIAN: &str = "localhost/cube/debian:latest";
 
+/// Debian with systemd, runc, iproute2 and nftables, and a bundle of busybox for runc in /bundle.
+pub const SYSTEM: &str = "localhost/cube/system:latest";
+
 /// No command of a test takes longer; one that hangs ends with 124 or 137.
 const LIMIT: &str = "400";
 
