@@ -97,29 +97,42 @@ fn ctrl_d_ends_the_shell_with_its_status() {
     assert_eq!(terminal.end().status, 7);
 }
 
+/// A line with which a kibibyte is sixteen.
+const LINE: &str = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+";
+
 #[test]
 fn ten_mebibytes_through_a_terminal_arrive_whole() {
-    const LINES: u32 = 1_400_000;
-    // A line at a time would be more than a million system calls.
-    let script = format!("seq 1 {LINES} >/tmp/lines; echo begin; exec cat /tmp/lines");
+    const BLOCKS: usize = 160;
+    // A block of 64 KiB, by doubling: a line at a time would be a hundred thousand system calls.
+    let script = format!(
+        "echo {LINE} >/line; i=0; while [ $i -lt 10 ]; do cat /line /line >/two; cp /two /line; i=$((i+1)); done; \
+         i=0; while [ $i -lt {BLOCKS} ]; do echo block $i; cat /line; i=$((i+1)); done"
+    );
     let container = Container::new().flag("--tty");
     let client = container.command(&["--rm"], &["sh", "-c", &script]);
     let mut terminal = Terminal::of(&client, 24, 80);
     // The client itself may say something before.
-    terminal.wait_for("begin\r\n");
+    terminal.wait_for("block 0\r\n");
     let ended = terminal.end();
     assert_eq!(ended.status, 0);
     assert!(ended.stdout.len() > 10 << 20);
     let mut lines = ended.stdout.split(|byte| *byte == b'\n');
-    for n in 1..=LINES {
-        let line = lines.next().unwrap_or_default();
-        assert!(
-            line == format!("{n}\r").as_bytes(),
-            "line {n} is {:?}",
-            String::from_utf8_lossy(line)
-        );
+    for block in 1..=BLOCKS {
+        for n in 0..1024 {
+            let line = lines.next().unwrap_or_default();
+            assert!(
+                line == format!("{LINE}\r").as_bytes(),
+                "line {n} before block {block} is {:?}",
+                String::from_utf8_lossy(line)
+            );
+        }
+        let next = match block {
+            BLOCKS => String::new(),
+            block => format!("block {block}\r"),
+        };
+        assert_eq!(lines.next(), Some(next.as_bytes()));
     }
-    assert_eq!(lines.collect::<Vec<_>>(), [b""]);
+    assert_eq!(lines.next(), None);
 }
 
 #[test]
