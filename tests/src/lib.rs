@@ -147,6 +147,7 @@ pub struct Container {
     pub id: String,
     image: &'static str,
     options: Vec<String>,
+    runtime: String,
     snapshotter: Option<String>,
 }
 
@@ -157,6 +158,7 @@ impl Container {
             id: unique("c"),
             image: BUSYBOX,
             options: Vec::new(),
+            runtime: runtime(),
             snapshotter: None,
         }
     }
@@ -170,6 +172,12 @@ impl Container {
     /// On another snapshotter than containerd's own choice.
     pub fn snapshotter(mut self, name: &str) -> Self {
         self.snapshotter = Some(name.to_owned());
+        self
+    }
+
+    /// By another runtime than that under test.
+    pub fn runtime(mut self, name: &str) -> Self {
+        self.runtime = name.to_owned();
         self
     }
 
@@ -192,7 +200,11 @@ impl Container {
 
     /// The `ctr run` command line, `--rm` or `--detach` or neither being `how`.
     pub fn command(&self, how: &[&str], arguments: &[&str]) -> Command {
-        let mut all = vec!["run".to_owned(), "--runtime".to_owned(), runtime()];
+        let mut all = vec![
+            "run".to_owned(),
+            "--runtime".to_owned(),
+            self.runtime.clone(),
+        ];
         all.extend(
             self.snapshotter
                 .iter()
