@@ -251,7 +251,7 @@ fn refusals() -> Vec<Case> {
         refused(
             "linux.netDevices",
             "linux: a network device of the host",
-            linux(json!({"netDevices": {"lo": {"name": "eth7"}}})),
+            linux(json!({"netDevices": {"no-such-device": {"name": "eth7"}}})),
         ),
         refused(
             "linux.mountLabel",
