@@ -109,23 +109,7 @@ fn a_shim_whose_start_is_not_heard_of_does_not_begin() {
     // containerd was killed while it waited for the answer.
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
-    let hypervisor = setting("CUBE_HYPERVISOR");
-    let status = Command::new(hypervisor.replace("cube-hypervisor", "containerd-shim-cube-v1"))
-        .args([
-            "-namespace",
-            "default",
-            "-address",
-            "/no/such/containerd",
-            "-publish-binary",
-            "/no/such",
-            "-id",
-            &id,
-        ])
-        .arg("-bundle")
-        .arg(bundle.path())
-        .arg("start")
-        .current_dir(bundle.path())
-        .env("TTRPC_ADDRESS", "/no/such/containerd.ttrpc")
+    let status = shim(&id, bundle.path(), "start")
         .stdin(std::process::Stdio::null())
         .stdout(writer)
         .stderr(std::process::Stdio::null())

@@ -256,17 +256,8 @@ fn the_shim_lives_in_the_cgroup_that_the_runtimes_options_name() {
     let id = unique("shim");
     let named = format!("/shims-of-tests/{id}");
     let shim = |action: &str| {
-        let hypervisor = setting("CUBE_HYPERVISOR");
-        let mut shim =
-            Command::new(hypervisor.replace("cube-hypervisor", "containerd-shim-cube-v1"));
-        shim.args(["-namespace", "default", "-address", "/no/such/containerd"])
-            .args(["-publish-binary", "/no/such", "-id", &id, "-bundle"])
-            .arg(bundle.path())
-            .arg(action)
-            .current_dir(bundle.path())
-            .env("TTRPC_ADDRESS", "/no/such/containerd.ttrpc")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
+        let mut shim = shim(&id, bundle.path(), action);
+        shim.stdin(Stdio::piped()).stdout(Stdio::piped());
         shim
     };
     let mut start = shim("start").spawn().unwrap();

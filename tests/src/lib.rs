@@ -337,6 +337,19 @@ impl Drop for Running {
     }
 }
 
+/// The shim's program as containerd starts it for the sandbox `id`, with an action, but without a containerd.
+pub fn shim(id: &str, bundle: &Path, action: &str) -> Command {
+    let hypervisor = setting("CUBE_HYPERVISOR");
+    let mut shim = Command::new(hypervisor.replace("cube-hypervisor", "containerd-shim-cube-v1"));
+    shim.args(["-namespace", "default", "-address", "/no/such/containerd"])
+        .args(["-publish-binary", "/no/such", "-id", id, "-bundle"])
+        .arg(bundle)
+        .arg(action)
+        .current_dir(bundle)
+        .env("TTRPC_ADDRESS", "/no/such/containerd.ttrpc");
+    shim
+}
+
 /// Everything on the host that has the sandbox's id in its name: processes (by command line),
 /// mounts, sockets, directories of state, cgroups.
 pub fn traces_of(id: &str) -> Vec<String> {
