@@ -14,6 +14,7 @@ pub mod descriptors;
 pub mod devices;
 pub mod ending;
 pub mod exits;
+mod internal_error;
 pub mod io_apic;
 pub mod kvm;
 pub mod kvm_stats;

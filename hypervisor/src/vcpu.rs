@@ -12,6 +12,7 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use crate::bus::{Bus, Outcome};
 use crate::ending::Ending;
 use crate::exits::{ExitCounts, ExitKind};
+use crate::internal_error;
 use crate::kvm_stats::KvmStats;
 
 /// What a vCPU's thread has on its stack: device models and their logging, no more.
@@ -137,7 +138,10 @@ fn run(fd: &mut VcpuFd, bus: &Bus, shared: &Shared, ending: &Ending) {
                 return ending.announce(ExitStatus::GuestCrash, message);
             }
             Ok(exit) => {
-                let what = format!("{exit:?}");
+                let what = match exit {
+                    VcpuExit::InternalError => internal_error::describe(fd),
+                    exit => format!("{exit:?}"),
+                };
                 let message = format!("KVM cannot run the guest: {what}{}", place(fd));
                 return ending.announce(ExitStatus::GuestCrash, message);
             }
