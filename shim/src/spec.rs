@@ -358,6 +358,11 @@ fn path(namespace: &Value) -> &str {
         .unwrap_or_default()
 }
 
+/// The kinds of namespaces (runtime-spec, config-linux.md).
+const NAMESPACES: [&str; 8] = [
+    "cgroup", "ipc", "mount", "network", "pid", "time", "user", "uts",
+];
+
 /// The guest's own namespaces stand for those of the pod on the host. A network namespace always
 /// does: the hypervisor is in it. Any other that is joined by path is the pod's, so the container
 /// joins the guest's; a new one is made in the guest.
@@ -368,7 +373,12 @@ fn translate_namespaces(linux: &mut Map<String, Value>) -> Result<(), SpecError>
     let namespaces = namespaces
         .as_array_mut()
         .ok_or_else(|| SpecError::Malformed("linux.namespaces".into(), "a list"))?;
-    for namespace in namespaces.iter() {
+    for (n, namespace) in namespaces.iter().enumerate() {
+        // Here, since the guest's list is another.
+        if !NAMESPACES.contains(&kind(namespace)) {
+            let field = format!("linux.namespaces[{n}].type");
+            return Err(SpecError::Malformed(field, "a kind of namespace"));
+        }
         if matches!(kind(namespace), "user" | "time" | "mount" | "cgroup")
             && !path(namespace).is_empty()
         {
@@ -599,6 +609,10 @@ mod tests {
             (
                 json!({"linux": {"namespaces": [{"type": "user", "path": "/p"}]}}),
                 "user",
+            ),
+            (
+                json!({"linux": {"namespaces": [{"type": "network"}, {"type": "dream"}]}}),
+                "linux.namespaces[1].type",
             ),
             (
                 json!({"mounts": [{"destination": "/n", "type": "nfs", "source": "a:/b"}]}),

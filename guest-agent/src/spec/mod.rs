@@ -185,6 +185,9 @@ fn refuse_foreign(spec: &Spec) -> Result<(), SpecError> {
     if linux.intel_rdt().is_some() {
         return unsupported("linux.intelRdt", "the guest has no resctrl");
     }
+    if linux.memory_policy().is_some() {
+        return unsupported("linux.memoryPolicy", "the guest's memory has no nodes");
+    }
     if linux.net_devices().as_ref().is_some_and(|d| !d.is_empty()) {
         return unsupported("linux.netDevices", "the guest's network is the pod's");
     }
@@ -427,6 +430,11 @@ mod tests {
                 "/linux/intelRdt",
                 serde_json::json!({"closID": "a"}),
                 "linux.intelRdt",
+            ),
+            (
+                "/linux/memoryPolicy",
+                serde_json::json!({"mode": "MPOL_DEFAULT", "nodes": ""}),
+                "linux.memoryPolicy",
             ),
             (
                 "/linux/netDevices",
