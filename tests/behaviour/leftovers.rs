@@ -109,7 +109,7 @@ fn a_shim_whose_start_is_not_heard_of_does_not_begin() {
     // containerd was killed while it waited for the answer.
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
-    let status = shim(&id, bundle.path(), "start")
+    let status = shim(NO_CONTAINERD, &id, bundle.path(), "start")
         .stdin(std::process::Stdio::null())
         .stdout(writer)
         .stderr(std::process::Stdio::null())

@@ -256,7 +256,7 @@ fn the_shim_lives_in_the_cgroup_that_the_runtimes_options_name() {
     let id = unique("shim");
     let named = format!("/shims-of-tests/{id}");
     let shim = |action: &str| {
-        let mut shim = shim(&id, bundle.path(), action);
+        let mut shim = shim(NO_CONTAINERD, &id, bundle.path(), action);
         shim.stdin(Stdio::piped()).stdout(Stdio::piped());
         shim
     };

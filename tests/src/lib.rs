@@ -337,16 +337,21 @@ impl Drop for Running {
     }
 }
 
-/// The shim's program as containerd starts it for the sandbox `id`, with an action, but without a containerd.
-pub fn shim(id: &str, bundle: &Path, action: &str) -> Command {
+/// Where no containerd is.
+pub const NO_CONTAINERD: &str = "/no/such/containerd";
+
+/// The shim's program as the containerd at `address` starts it for the sandbox `id`, with an action.
+pub fn shim(address: &str, id: &str, bundle: &Path, action: &str) -> Command {
     let hypervisor = setting("CUBE_HYPERVISOR");
     let mut shim = Command::new(hypervisor.replace("cube-hypervisor", "containerd-shim-cube-v1"));
-    shim.args(["-namespace", "default", "-address", "/no/such/containerd"])
-        .args(["-publish-binary", "/no/such", "-id", id, "-bundle"])
+    shim.args(["-namespace", "default", "-address", address])
+        .args(["-publish-binary", "containerd", "-id", id, "-bundle"])
         .arg(bundle)
         .arg(action)
         .current_dir(bundle)
-        .env("TTRPC_ADDRESS", "/no/such/containerd.ttrpc");
+        .env("TTRPC_ADDRESS", format!("{address}.ttrpc"))
+        .env("GRPC_ADDRESS", address)
+        .stdin(Stdio::null());
     shim
 }
 

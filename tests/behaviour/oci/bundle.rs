@@ -133,7 +133,7 @@ status() { grep -E "^($1):" /proc/$$/status | tr '\t' ' '; }
 # limits NAME|NAME: its limits.
 limits() { grep -E "^Max ($1) " /proc/$$/limits; }
 # options PATH…: the mounts there, the oldest first, with options and propagation, whatever they are mounts of.
-options() { for p; do sed -nE "s,^[0-9]+ [0-9]+ [^ ]+ [^ ]+ ($p [^ ]+ .*)- .*,\1,p" /proc/self/mountinfo; done | sed -E 's/(shared|master|propagate_from):[0-9]+/\1/g'; }
+options() { for p; do sed -nE "s,^[0-9]+ [0-9]+ [^ ]+ [^ ]+ ($p [^ ]+ .*)- .*,\1,p" /proc/self/mountinfo; done | sed -E 's/(shared|master|propagate_from):[0-9]+/\1/g; s/ $//'; }
 # volumes PATH…: options without what is the host's alone: times of access, and whose mounts are followed.
 volumes() { options "$@" | sed -E 's/,(rel|no)atime//; s/ (master|shared)//'; }
 # mounted PATH…: type and options of the file systems there as well.

@@ -7,6 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use cube_tests::*;
@@ -45,8 +46,8 @@ pub struct Lane {
 
 /// How bundles are run: without a client and a daemon between.
 enum Runtime {
-    /// Most of them in one sandbox.
-    Cube(Sandbox),
+    /// Most of them in one sandbox. One whose machine has ended is replaced.
+    Cube(Mutex<Arc<Sandbox>>),
     /// By this program.
     Runc(PathBuf),
 }
@@ -54,28 +55,17 @@ enum Runtime {
 impl Lane {
     /// cube.
     pub fn cube() -> Self {
-        let dir = TestDir::new();
-        make_root(&dir.path().join("rootfs"), None);
-        let id = unique("o");
-        let mut config = small();
-        config["process"]["args"] = json!(["sleep", "100000"]);
-        config["root"]["path"] = json!(dir.path().join("rootfs"));
-        // A machine with two processors, for the bundles that name them.
-        config["linux"]["resources"]["cpu"] = json!({"quota": 200_000, "period": 100_000});
-        write_config(&dir.path().join("config.json"), config, &id, &id);
-        let leader = Sandbox::start(dir.path(), &id)
-            .and_then(|sandbox| sandbox.launch(dir.path(), &id, false).map(|()| sandbox));
-        let leader = leader.map_err(Outcome::from);
+        let dir = common_dir();
+        let leader = Mutex::new(Arc::new(start_leader(&dir)));
         Self {
             dir,
-            runtime: Runtime::Cube(leader.unwrap()),
+            runtime: Runtime::Cube(leader),
         }
     }
 
     /// The runc that `tests/tools/build-runc` makes.
     pub fn runc() -> Self {
-        let dir = TestDir::new();
-        make_root(&dir.path().join("rootfs"), None);
+        let dir = common_dir();
         // Beside the bundles: in the nested host its own place is a slow one.
         let program = dir.path().join("runc");
         fs::copy(setting("CUBE_TEST_RUNC"), &program).unwrap();
@@ -122,6 +112,14 @@ impl Lane {
         outcome
     }
 
+    /// Gives the bundles that follow another sandbox, unless somebody else has done so.
+    fn replace(&self, leader: &Mutex<Arc<Sandbox>>, ended: &Arc<Sandbox>) {
+        let mut leader = leader.lock().unwrap();
+        if Arc::ptr_eq(&leader, ended) {
+            *leader = Arc::new(start_leader(&self.dir));
+        }
+    }
+
     fn run(&self, case: &Case) -> Outcome {
         let id = unique("o");
         let bundle = Bundle::new(&self.dir, &id, case);
@@ -129,23 +127,35 @@ impl Lane {
             bundle.prepare(case.host);
         }
         let path = bundle.0.display().to_string();
-        let group = match &self.runtime {
-            Runtime::Cube(leader) if !case.alone => leader.id(),
-            _ => &id,
+        let write = |group: &str| {
+            let file = bundle.0.join("config.json");
+            write_config(&file, case.config(&path), group, &id);
         };
-        write_config(
-            &bundle.0.join("config.json"),
-            case.config(&path),
-            group,
-            &id,
-        );
         let outcome = match &self.runtime {
-            Runtime::Cube(_) if case.alone => match Sandbox::start(&bundle.0, &id) {
-                Ok(sandbox) => sandbox.play(case, &bundle.0, &id),
-                Err(failure) => failure.into(),
-            },
-            Runtime::Cube(leader) => leader.play(case, &bundle.0, &id),
-            Runtime::Runc(program) => outcome_of(&run_by_runc(program, case, &id, &path)),
+            Runtime::Cube(_) if case.alone => {
+                write(&id);
+                match Sandbox::start(&bundle.0, &id) {
+                    Ok(sandbox) => sandbox.play(case, &bundle.0, &id),
+                    Err(failure) => failure.into(),
+                }
+            }
+            Runtime::Cube(leader) => {
+                let sandbox = Arc::clone(&leader.lock().unwrap());
+                write(sandbox.id());
+                let outcome = sandbox.play(case, &bundle.0, &id);
+                if sandbox.has_ended() {
+                    tell(&format!(
+                        "oci: the machine has ended at {}: {outcome}",
+                        case.name
+                    ));
+                    self.replace(leader, &sandbox);
+                }
+                outcome
+            }
+            Runtime::Runc(program) => {
+                write(&id);
+                outcome_of(&run_by_runc(program, case, &id, &path))
+            }
         };
         let tidy = |text: String| {
             text.replace(&path, "@")
@@ -157,6 +167,32 @@ impl Lane {
             Outcome::Refused(message) => Outcome::Refused(tidy(message)),
         }
     }
+}
+
+/// The file in a lane's directory that most root file systems are links to.
+const COMMON: &str = "busybox";
+
+fn common_dir() -> TestDir {
+    let dir = TestDir::new();
+    fs::copy("/bin/busybox", dir.path().join(COMMON)).unwrap();
+    dir
+}
+
+/// A sandbox whose container sleeps, for the others to be in.
+fn start_leader(dir: &TestDir) -> Sandbox {
+    let id = unique("o");
+    let bundle = dir.path().join(&id);
+    fs::create_dir(&bundle).unwrap();
+    make_root(&bundle.join("rootfs"), Some(&dir.path().join(COMMON)));
+    let mut config = small();
+    config["process"]["args"] = json!(["sleep", "100000"]);
+    config["root"]["path"] = json!(bundle.join("rootfs"));
+    // A machine with two processors, for the bundles that name them.
+    config["linux"]["resources"]["cpu"] = json!({"quota": 200_000, "period": 100_000});
+    write_config(&bundle.join("config.json"), config, &id, &id);
+    let sandbox = Sandbox::start(&bundle, &id)
+        .and_then(|sandbox| sandbox.launch(&bundle, &id, false).map(|()| sandbox));
+    sandbox.map_err(Outcome::from).unwrap()
 }
 
 /// What became of a bundle of runc's, which writes why it refuses it where the container would write its errors.
@@ -261,7 +297,7 @@ impl Bundle {
     fn new(lane: &TestDir, id: &str, case: &Case) -> Self {
         let dir = lane.path().join(id);
         fs::create_dir(&dir).unwrap();
-        let common = lane.path().join("rootfs/bin/busybox");
+        let common = lane.path().join(COMMON);
         let owned = case.host.contains("chown");
         make_root(&dir.join("rootfs"), (!owned).then_some(&common));
         Self(dir)

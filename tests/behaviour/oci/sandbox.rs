@@ -2,13 +2,14 @@
 //! take several runs of them and of the shim, and with them ten times as long.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Output;
 
 use containerd_shim_protos::TaskClient;
 use containerd_shim_protos::api::{
     CreateTaskRequest, DeleteRequest, ExecProcessRequest, KillRequest, ShutdownRequest,
-    StartRequest, UpdateTaskRequest, WaitRequest,
+    StartRequest, StateRequest, Status, UpdateTaskRequest, WaitRequest,
 };
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
@@ -55,8 +56,7 @@ impl From<Failure> for Outcome {
 impl Sandbox {
     /// Starts the shim for the container of a bundle.
     pub fn start(bundle: &Path, id: &str) -> Result<Self, Failure> {
-        let started = shim(bundle, id).arg("start").output().unwrap();
-        let told = Ended::from(started);
+        let told = Ended::from(run_shim(bundle, id, "start").unwrap());
         if told.status != 0 {
             return Err(Failure::Refused(format!("{}{}", told.text(), told.stderr)));
         }
@@ -81,6 +81,16 @@ impl Sandbox {
     /// The name of the container that it was started for.
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    /// Whether the container that it was started for is gone, as only the end of the machine explains.
+    pub fn has_ended(&self) -> bool {
+        let request = StateRequest {
+            id: self.id.clone(),
+            ..Default::default()
+        };
+        let state = self.task.state(context(), &request);
+        !state.is_ok_and(|state| state.status == Status::RUNNING.into())
     }
 
     /// Plays a bundle.
@@ -212,34 +222,15 @@ impl Drop for Sandbox {
             ..Default::default()
         };
         let _ = self.task.shutdown(context(), &request);
-        let _ = shim(&self.bundle, &self.id).arg("delete").output();
+        let _ = run_shim(&self.bundle, &self.id, "delete");
     }
 }
 
-fn shim(bundle: &Path, id: &str) -> Command {
-    let hypervisor = setting("CUBE_HYPERVISOR");
-    let daemon = setting("CUBE_TEST_ADDRESS");
-    let mut command =
-        Command::new(hypervisor.replace("cube-hypervisor", "containerd-shim-cube-v1"));
-    command
-        .args([
-            "-namespace",
-            "default",
-            "-address",
-            &daemon,
-            "-publish-binary",
-            "containerd",
-            "-id",
-            id,
-            "-bundle",
-        ])
-        .arg(bundle)
-        .current_dir(bundle)
-        .env("TTRPC_ADDRESS", format!("{daemon}.ttrpc"))
-        .env("GRPC_ADDRESS", &daemon)
+/// The shim's program with an action, as the containerd that the tests have would start it.
+fn run_shim(bundle: &Path, id: &str, action: &str) -> io::Result<Output> {
+    shim(&setting("CUBE_TEST_ADDRESS"), id, bundle, action)
         .env("CUBE_CONFIG", setting("CUBE_TEST_CONFIG"))
-        .stdin(Stdio::null());
-    command
+        .output()
 }
 
 fn context() -> Context {
