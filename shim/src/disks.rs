@@ -347,19 +347,21 @@ impl Disks {
 
     /// Waits until the machine has them, so that the guest may be told.
     pub async fn ready(&mut self) -> Result<(), DiskError> {
-        self.told = true;
         let Some(slots) = &self.slots else {
             return Ok(());
         };
-        for attached in &mut self.attached {
-            if let Some(sent) = attached.sent.take() {
-                slots
-                    .hypervisor
-                    .answer(sent)
-                    .await
-                    .map_err(|e| DiskError::Attach(attached.path.clone(), e))?;
+        for n in 0..self.attached.len() {
+            let Some(sent) = self.attached[n].sent.take() else {
+                continue;
+            };
+            if let Err(e) = slots.hypervisor.answer(sent).await {
+                let refused = self.attached.remove(n);
+                // Nothing is in it.
+                slots.table().free.push(refused.slot);
+                return Err(DiskError::Attach(refused.path, e));
             }
         }
+        self.told = true;
         Ok(())
     }
 
@@ -519,6 +521,35 @@ while (sysread($control, my $request, 65536)) {
             "\"console\"".into(),
         ];
         assert_eq!(log.lines().collect::<Vec<_>>(), expected);
+    }
+
+    /// Refuses disks that can be written.
+    const REFUSING: &str = r#"#!/usr/bin/perl
+open(my $control, "+<&=", $ARGV[1]) or die;
+while (sysread($control, my $request, 65536)) {
+    syswrite($control, $request =~ /false/ ? '{"reply":{"failed":"It is full"}}' : '{"reply":"done"}');
+    syswrite($control, '{"event":{"disk_closed":{"slot":' . $1 . '}}}') if $request =~ /detach.*:(\d+)/;
+}
+"#;
+
+    #[tokio::test]
+    async fn when_one_disk_is_refused_all_slots_are_free_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("image");
+        File::create(&image).unwrap().set_len(4096).unwrap();
+        let launch = crate::hypervisor::tests::script(dir.path(), REFUSING);
+        let events = tokio::sync::mpsc::unbounded_channel().0;
+        let hypervisor = Arc::new(Hypervisor::spawn(launch, events).unwrap());
+        let slots = Arc::new(Slots::new(hypervisor, 3));
+        let open = |read_only| OpenDisk::open(&image, read_only).unwrap();
+
+        let mut disks = Disks::attach(&slots, &[open(true), open(false), open(true)]).unwrap();
+        let error = disks.ready().await.unwrap_err().to_string();
+        assert!(error.contains("It is full"), "{error}");
+        drop(disks);
+        slots.hypervisor.request(&Request::Console).await.unwrap();
+        let all = Disks::attach(&slots, &[open(true), open(true), open(true)]);
+        all.unwrap().ready().await.unwrap();
     }
 
     #[test]

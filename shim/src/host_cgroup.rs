@@ -82,7 +82,7 @@ impl HostCgroup {
                 Ok(()) => {
                     let made = directory.clone();
                     undo.push(format!("remove the cgroup {}", made.display()), move || {
-                        remove(&made)
+                        remove(&made, Instant::now() + PATIENCE)
                     });
                 }
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
@@ -151,14 +151,14 @@ fn inherit_cpuset(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes a cgroup whose processes have ended, or are about to; one that is gone is no error.
+/// How long cgroups may have processes that are ending. What lasts longer is somebody else's.
+pub const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Removes a cgroup whose processes have ended, or do so until the deadline; one that is gone is no error.
 ///
 /// A machine's end is not its processes' end alone: KVM's kernel threads (`kvm_vm_create_worker_thread()` in
 /// virt/kvm/kvm_main.c) live in the cgroup too, until the last reference to the machine is gone.
-pub fn remove(directory: &Path) -> io::Result<()> {
-    /// What lasts longer is somebody else's process.
-    const LIMIT: Duration = Duration::from_secs(2);
-    let deadline = Instant::now() + LIMIT;
+pub fn remove(directory: &Path, deadline: Instant) -> io::Result<()> {
     loop {
         match std::fs::remove_dir(directory) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -343,21 +343,21 @@ mod tests {
         let cgroup = Cgroup::new("ends");
         let mut children = [cgroup.holds_a_sleeper(), cgroup.holds_a_sleeper()];
         let directory = cgroup.0.clone();
-        let removing = std::thread::spawn(move || remove(&directory));
+        let removing = std::thread::spawn(move || remove(&directory, Instant::now() + PATIENCE));
         for child in &mut children {
             child.kill().unwrap();
             child.wait().unwrap();
         }
         removing.join().unwrap().unwrap();
         assert!(!cgroup.0.exists());
-        remove(&cgroup.0).unwrap();
+        remove(&cgroup.0, Instant::now() + PATIENCE).unwrap();
     }
 
     #[test]
     fn a_cgroup_with_a_process_that_does_not_end_stays() {
         let cgroup = Cgroup::new("stays");
         let mut child = cgroup.holds_a_sleeper();
-        let error = remove(&cgroup.0).unwrap_err();
+        let error = remove(&cgroup.0, Instant::now() + PATIENCE).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
         child.kill().unwrap();
         child.wait().unwrap();

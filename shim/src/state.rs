@@ -17,9 +17,11 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use nix::fcntl::{Flock, FlockArg};
 
+use crate::host_cgroup;
 use crate::mount;
 use crate::undo::Undo;
 
@@ -212,11 +214,13 @@ pub fn remove_dead(path: &Path) -> Result<(), StateError> {
     for point in mount::mounts_below(path).map_err(error)? {
         mount::unmount(&point).map_err(|e| error(e.into()))?;
     }
+    // One for all: with cgroup v1 each controller has its own.
+    let deadline = Instant::now() + host_cgroup::PATIENCE;
     for cgroup in std::fs::read_to_string(path.join("cgroup"))
         .unwrap_or_default()
         .lines()
     {
-        if let Err(e) = crate::host_cgroup::remove(Path::new(cgroup)) {
+        if let Err(e) = host_cgroup::remove(Path::new(cgroup), deadline) {
             log::warn!("Cannot remove the cgroup {cgroup}: {e}");
         }
     }
