@@ -9,6 +9,9 @@ use serde_json::json;
 use crate::common::twin::Twin;
 use crate::mount::Mount;
 
+/// How much memory the guest has.
+const GUEST_MIB: u64 = 768;
+
 pub struct Vm {
     // First, so that the files are not in use any more when the machine's directory goes.
     _rootfs: Mount,
@@ -34,7 +37,7 @@ impl Vm {
         fs::write(at("lower/etc/passwd"), "root:x:0:0::/:/bin/sh\n").unwrap();
         let rootfs = Mount::overlay(dir.path(), &at("shared/rootfs/c1"));
         let share = json!({ "tag": "share", "path": at("shared"), "guest_owned": ["rootfs"] });
-        let twin = Twin::start(dir, json!({ "memory_mib": 768, "shares": [share] }));
+        let twin = Twin::start(dir, json!({ "memory_mib": GUEST_MIB, "shares": [share] }));
         let mut vm = Self {
             _rootfs: rootfs,
             twin,
@@ -74,19 +77,35 @@ impl Vm {
         fs::read_dir(path).unwrap().count()
     }
 
-    /// The memory that the hypervisor uses for itself, in KiB: what is anonymous and not the guest's.
+    /// The memory that the hypervisor uses for itself, in KiB (the proportional set sizes of smaps, proc(5)).
     pub fn own_memory(&self) -> u64 {
         let maps = fs::read_to_string(format!("/proc/{}/smaps", self.twin.child.id())).unwrap();
-        let mut sum = 0;
-        let mut guest = false;
+        // The guest's is in mappings that adjoin each other, since parts of it are advised in different ways.
+        let mut runs: Vec<Run> = Vec::new();
         for line in maps.lines() {
             let mut words = line.split_whitespace();
-            match (words.next(), words.next()) {
-                (Some("Size:"), Some(size)) => guest = size.parse::<u64>().unwrap() > 256 << 10,
-                (Some("Pss:"), Some(size)) if !guest => sum += size.parse::<u64>().unwrap(),
-                _ => {}
+            let (Some(first), second) = (words.next(), words.next()) else {
+                continue;
+            };
+            if let Some((start, end)) = first.split_once('-') {
+                let [start, end] = [start, end].map(|a| u64::from_str_radix(a, 16).unwrap());
+                match runs.last_mut() {
+                    Some(run) if run.end == start => run.end = end,
+                    _ => runs.push(Run { start, end, kib: 0 }),
+                }
+            } else if first == "Pss:" {
+                runs.last_mut().unwrap().kib += second.unwrap().parse::<u64>().unwrap();
             }
         }
-        sum
+        let own = |run: &&Run| run.end - run.start < GUEST_MIB << 20;
+        assert!(!runs.iter().all(|run| own(&run)), "no guest in {maps}");
+        runs.iter().filter(own).map(|run| run.kib).sum()
     }
+}
+
+/// Mappings without a gap between them.
+struct Run {
+    start: u64,
+    end: u64,
+    kib: u64,
 }
