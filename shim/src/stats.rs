@@ -166,6 +166,14 @@ fn pressure(figures: &MessageField<Pressure>) -> MessageField<v2::PSIStats> {
         .into()
 }
 
+/// What cgroup v1 has where a memory's limit is none: `PAGE_COUNTER_MAX` pages (include/linux/page_counter.h).
+const NO_LIMIT: u64 = i64::MAX as u64 & !0xfff;
+
+/// A limit of cgroup v2 in v1's words.
+fn limit(of_v2: u64) -> u64 {
+    of_v2.min(NO_LIMIT)
+}
+
 fn to_v1(stats: &StatsResponse) -> v1::Metrics {
     let mut metrics = v1::Metrics::default();
     if let Some(pids) = stats.pids.as_ref() {
@@ -224,9 +232,9 @@ fn to_v1(stats: &StatsResponse) -> v1::Metrics {
             inactive_file: stat("inactive_file"),
             active_file: stat("active_file"),
             unevictable: stat("unevictable"),
-            hierarchical_memory_limit: memory.max,
+            hierarchical_memory_limit: limit(memory.max),
             // v1 counts memory and swap together.
-            hierarchical_swap_limit: memory.max.saturating_add(memory.swap_max),
+            hierarchical_swap_limit: limit(memory.max.saturating_add(memory.swap_max)),
             total_cache: stat("file"),
             total_rss: stat("anon"),
             total_rss_huge: stat("anon_thp"),
@@ -240,15 +248,15 @@ fn to_v1(stats: &StatsResponse) -> v1::Metrics {
             total_inactive_file: stat("inactive_file"),
             total_active_file: stat("active_file"),
             total_unevictable: stat("unevictable"),
-            usage: entry(memory.current, memory.max, memory.peak, failures),
+            usage: entry(memory.current, limit(memory.max), memory.peak, failures),
             swap: entry(
                 memory.current.saturating_add(memory.swap_current),
-                memory.max.saturating_add(memory.swap_max),
+                limit(memory.max.saturating_add(memory.swap_max)),
                 0,
                 0,
             ),
-            kernel: entry(stat("kernel"), u64::MAX, 0, 0),
-            kernel_tcp: entry(stat("sock"), u64::MAX, 0, 0),
+            kernel: entry(stat("kernel"), NO_LIMIT, 0, 0),
+            kernel_tcp: entry(stat("sock"), NO_LIMIT, 0, 0),
             ..Default::default()
         });
         metrics.memory_oom_control = MessageField::some(v1::MemoryOomControl {

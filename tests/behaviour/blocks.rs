@@ -51,14 +51,16 @@ impl Drop for Loop {
 
 /// The command that mounts a container's snapshot, as containerd gives it.
 fn mount_of(snapshotter: &str, target: &str, id: &str) -> String {
-    must_ctr(&[
+    let told = must_ctr(&[
         "snapshot",
         "--snapshotter",
         snapshotter,
         "mounts",
         target,
         id,
-    ])
+    ]);
+    // Until 2.0 one without options has an empty list of them.
+    told.trim().trim_end_matches(" -o").to_owned()
 }
 
 /// A container's writable image or device.

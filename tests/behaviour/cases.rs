@@ -1,5 +1,6 @@
 //! What went wrong for users of other VM runtimes, by their public bug reports, goes right here.
 
+use std::fs;
 use std::io::Write;
 use std::process::Stdio;
 
@@ -81,4 +82,58 @@ fn a_container_with_64_mib_starts() {
     let line = metrics.lines().find(|l| l.contains("memory.usage_limit"));
     let line = line.unwrap_or_else(|| panic!("no limit: {metrics}"));
     assert_eq!(line.split_whitespace().last(), Some(limit.as_str()));
+}
+
+#[test]
+fn a_find_over_600_000_files_and_2_000_open_ones_leave_the_hosts_descriptors_alone() {
+    const DIRECTORIES: usize = 600;
+    // As many as a hypervisor holds for speed alone, and its own.
+    const BOUND: usize = 1200;
+    let files = TestDir::new();
+    for d in 0..DIRECTORIES {
+        let directory = files.path().join(d.to_string());
+        fs::create_dir(&directory).unwrap();
+        for f in 0..1000 {
+            fs::File::create(directory.join(f.to_string())).unwrap();
+        }
+    }
+    let mount = format!(
+        "type=bind,src={},dst=/many,options=rbind:rw",
+        files.path().display()
+    );
+    let running = Container::new()
+        .image(DEBIAN)
+        .option("--mount", &mount)
+        .start(&["sleep", "100000"]);
+    let open = || {
+        let descriptors = fs::read_dir(format!("/proc/{}/fd", running.pid()));
+        descriptors.unwrap().count()
+    };
+    let found = running.exec(&["sh", "-c", "find /many -type f | wc -l"]);
+    assert_eq!(found.success(), format!("{}\n", DIRECTORIES * 1000));
+    running.exec(&["true"]).success();
+    assert!(open() < BOUND, "{} are open after the find", open());
+
+    // ctr lets a process open no more than 1024: four of them, which say when theirs are open and wait until all are.
+    let program = "import os
+told, tell = os.pipe()
+wait, end = os.pipe()
+for p in range(4):
+    if os.fork() == 0:
+        os.close(end)
+        held = [open(f'/many/{p}/{f}') for f in range(500)]
+        os.write(tell, b'.')
+        os.read(wait, 1)
+        os._exit(0)
+print(sum(len(os.read(told, 1)) for _ in range(4)) * 500)
+os.close(end)
+for p in range(4): assert os.wait()[1] == 0";
+    let said = running.exec(&["python3", "-c", program]).success();
+    assert_eq!(said, "2000\n");
+    running.exec(&["true"]).success();
+    assert!(
+        open() < BOUND,
+        "{} are open when the files are closed",
+        open()
+    );
 }

@@ -87,7 +87,7 @@ fn spaces() -> Vec<Case> {
         refused("mount namespace", "linux: a mount namespace of the host", linux(json!({"namespaces": [{"type": "pid"}, {"type": "mount", "path": "/proc/1/ns/mnt"}]}))),
         refused("cgroup namespace", "linux: a cgroup namespace of the host", linux(json!({"namespaces": [{"type": "mount"}, {"type": "cgroup", "path": "/proc/1/ns/cgroup"}]}))),
         same("linux: namespaces of the pod", linux(json!({"namespaces": [{"type": "mount"}, {"type": "pid", "path": "/proc/1/ns/pid"}, {"type": "cgroup"}]})), "cat /proc/1/comm")
-            .otherwise(0, "cube-agent"),
+            .otherwise(0, "init"),
     ]
 }
 
