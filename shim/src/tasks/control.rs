@@ -1,11 +1,12 @@
 //! What may be asked of a process that runs.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use cube_agent_protocol::agent::{ResizePtyRequest, SignalRequest, StatsResponse, UpdateRequest};
 use ttrpc::context::Context;
 
-use super::{Tasks, container_request};
+use super::{Entry, Killed, Tasks, container_request};
 use crate::container::{Phase, already_finished};
 use crate::guest::GuestError;
 use crate::task_error::TaskError;
@@ -13,10 +14,13 @@ use crate::task_error::TaskError;
 /// How long the agent may take to answer to SIGKILL of an init. A guest that does not is cut off.
 const KILL_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long an init may outlive SIGKILL: a disk or a share may hold it up in the guest's kernel.
+const DEATH_LIMIT: Duration = Duration::from_secs(30);
+
 impl Tasks {
     /// Signals a process, or every process of a container.
     pub async fn kill(
-        &self,
+        self: &Arc<Self>,
         id: &str,
         exec: &str,
         signal: u32,
@@ -35,6 +39,9 @@ impl Tasks {
         };
         let call = guest.call(|agent| agent.signal(Context::default(), &request));
         let kills = signal == libc::SIGKILL as u32;
+        if kills && exec.is_empty() {
+            self.expect_death(id);
+        }
         let answer = if kills && exec.is_empty() {
             match tokio::time::timeout(KILL_LIMIT, call).await {
                 Ok(answer) => answer,
@@ -53,6 +60,38 @@ impl Tasks {
             Err(GuestError::Ended(_)) => Err(already_finished()),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Cuts a guest off whose containers all outlive SIGKILL: it could keep the pod for ever, whatever it answers.
+    fn expect_death(self: &Arc<Self>, id: &str) {
+        let expected = self.with(id, |entry| {
+            let watched = std::mem::replace(&mut entry.killed, Killed::Waiting) != Killed::No;
+            let exit = entry.container.init().exit_receiver();
+            Ok((!watched).then(|| (exit, entry.guest.clone())))
+        });
+        let Ok(Some((mut exit, guest))) = expected else {
+            return;
+        };
+        let (tasks, id) = (self.clone(), id.to_owned());
+        tokio::spawn(async move {
+            if tokio::time::timeout(DEATH_LIMIT, exit.wait_for(Option::is_some))
+                .await
+                .is_ok()
+            {
+                return;
+            }
+            log::warn!("{id} outlives SIGKILL");
+            let mut table = tasks.lock();
+            if let Some(entry) = table.entries.get_mut(&id) {
+                entry.killed = Killed::Outlived;
+            }
+            let is_well = |entry: &Entry| {
+                entry.container.init().phase != Phase::Stopped && entry.killed != Killed::Outlived
+            };
+            if table.reserved.is_empty() && !table.entries.values().any(is_well) {
+                guest.cut_off("no container of it ends by SIGKILL");
+            }
+        });
     }
 
     /// Freezes a container.

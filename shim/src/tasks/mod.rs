@@ -66,6 +66,18 @@ struct Entry {
     hooks: Arc<Hooks>,
     disks: Disks,
     undo: Undo,
+    killed: Killed,
+}
+
+/// What became of SIGKILL to a container's init.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Killed {
+    /// Nobody has sent it.
+    No,
+    /// It is to end.
+    Waiting,
+    /// It has not.
+    Outlived,
 }
 
 #[derive(Default)]

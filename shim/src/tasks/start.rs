@@ -7,7 +7,7 @@ use cube_agent_protocol::agent::{CreateContainerRequest, ExecRequest};
 use protobuf::MessageField;
 use ttrpc::context::Context;
 
-use super::{Entry, NewContainer, Tasks, container_request};
+use super::{Entry, Killed, NewContainer, Tasks, container_request};
 use crate::container::{Container, PendingExec, Start};
 use crate::disks::Disks;
 use crate::guest::Guest;
@@ -107,6 +107,7 @@ impl Tasks {
             hooks: new.hooks,
             disks: std::mem::take(disks),
             undo: new.undo,
+            killed: Killed::No,
         };
         let mut table = self.lock();
         if *new.reservation.unwanted.borrow() {
@@ -175,7 +176,7 @@ impl Tasks {
     }
 
     /// The user's program runs. If a hook that is to run now fails, it is ended.
-    async fn finish_start(&self, id: &str) -> Result<u32, TaskError> {
+    async fn finish_start(self: &Arc<Self>, id: &str) -> Result<u32, TaskError> {
         let (hooks, pid) = self.with(id, |entry| Ok((entry.hooks.clone(), entry.container.pid)))?;
         let hooked = hooks.running(pid).await;
         self.with(id, |entry| {

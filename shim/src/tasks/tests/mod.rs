@@ -36,6 +36,8 @@ struct State {
     streams: std::path::PathBuf,
     /// Commands that do not answer.
     mute: bool,
+    /// Processes that SIGKILL does not end.
+    immortal: bool,
 }
 
 #[derive(Clone, Default)]
@@ -145,6 +147,9 @@ impl Agent for FakeAgent {
         state
             .log
             .push_back(format!("signal {} {} {}", r.exec_id, r.signal, r.all));
+        if state.immortal {
+            return Ok(Empty::default());
+        }
         for ((id, exec), exit) in &state.processes {
             if *id == r.container_id && (r.all || *exec == r.exec_id) && exit.borrow().is_none() {
                 exit.send_replace(Some(128 + r.signal));
@@ -530,6 +535,25 @@ async fn a_guest_that_does_not_answer_to_sigkill_is_cut_off() {
     bench.agent.0.lock().unwrap().mute = true;
     bench.tasks.kill("c", "", 9, false).await.unwrap();
     assert_eq!(bench.tasks.wait("c", "").await.unwrap().status, 137);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_none_of_whose_containers_ends_by_sigkill_is_cut_off() {
+    let bench = bench().await;
+    bench.agent.0.lock().unwrap().immortal = true;
+    for id in ["a", "b"] {
+        bench.run(id).await;
+    }
+    // Twice, as people do. The other one may do well, so the machine goes on.
+    for _ in 0..2 {
+        bench.tasks.kill("a", "", 9, false).await.unwrap();
+    }
+    let of_a = tokio::time::timeout(Duration::from_secs(3600), bench.tasks.wait("a", ""));
+    assert!(of_a.await.is_err());
+    bench.tasks.kill("b", "", 9, true).await.unwrap();
+    for id in ["a", "b"] {
+        assert_eq!(bench.tasks.wait(id, "").await.unwrap().status, 137);
+    }
 }
 
 #[tokio::test]
