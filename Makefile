@@ -69,7 +69,7 @@ check: setup
 	@cargo clippy --workspace --all-targets --locked --quiet --keep-going -- -D warnings
 
 unit: setup
-	@cargo test --workspace --lib --bins --locked --quiet
+	@cargo test --workspace --lib --bins --test delete --locked --quiet
 
 vm-tests: stage
 	@tests/run-all $(STAGE)
