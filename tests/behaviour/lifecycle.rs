@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -185,16 +186,21 @@ fn a_container_that_is_killed_for_want_of_memory_ends_with_137_and_an_oom_event(
 
 #[test]
 fn a_paused_container_stands_still_and_goes_on() {
-    let running =
-        Container::new().start(&["sh", "-c", "while :; do echo >> /n; usleep 1000; done"]);
-    let count = || -> u64 {
-        running
-            .exec(&["sh", "-c", "wc -l < /n"])
-            .success()
-            .trim()
-            .parse()
-            .unwrap()
+    // Two beat in one machine, one of them in spite of the other's pause: its beats are the clock.
+    const BEATS: usize = 500;
+    let shared = Shared::new();
+    let (clock_file, file) = (shared.file("clock"), shared.file("paused"));
+    let beat = |name: &str| {
+        format!("n=0; while :; do n=$((n + 1)); echo $n >>/host/{name}; usleep 1000; done")
     };
+    let start =
+        |container: Container, name: &str| shared.of(container).start(&["sh", "-c", &beat(name)]);
+    let clock = start(Container::new(), "clock");
+    let group = format!("io.containerd.runc.v2.group={}", clock.id);
+    let running = start(Container::new().option("--annotation", &group), "paused");
+    let mut beats = Follower::of(&file);
+    beats.wait_for("10");
+
     running.task("pause", &[]).success();
     let list = must_ctr(&["task", "list"]);
     assert!(
@@ -202,16 +208,17 @@ fn a_paused_container_stands_still_and_goes_on() {
             .any(|l| l.contains(&running.id) && l.contains("PAUSED")),
         "{list}"
     );
+    let count = |file: &Path| fs::read_to_string(file).unwrap().lines().count();
+    let (paused_at, clock_at) = (count(&file), count(&clock_file));
+    Follower::of(&clock_file).wait_for(&(clock_at + BEATS).to_string());
+    assert_eq!(
+        count(&file),
+        paused_at,
+        "beats of a container that is paused"
+    );
+
     running.task("resume", &[]).success();
-    let before = count();
-    // It goes on: wait for more lines to come.
-    running
-        .exec(&[
-            "sh",
-            "-c",
-            &format!("until [ $(wc -l < /n) -gt {before} ]; do usleep 1000; done"),
-        ])
-        .success();
+    beats.wait_for(&(paused_at + BEATS / 10).to_string());
 }
 
 #[test]

@@ -1,71 +1,9 @@
 //! Containers run on while containerd is away, and it finds them as they are when it comes back.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Lines};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use cube_tests::*;
-
-/// A file's lines, also those that come later.
-struct Follower {
-    client: Child,
-    lines: Lines<BufReader<ChildStdout>>,
-}
-
-impl Follower {
-    fn of(file: &Path) -> Self {
-        Self::from(file, 0)
-    }
-
-    /// From so many bytes on.
-    fn from(file: &Path, start: u64) -> Self {
-        let mut tail = Command::new("tail");
-        tail.args(["-c", &format!("+{}", start + 1), "-f"])
-            .arg(file)
-            .stdout(Stdio::piped());
-        let mut client = tail.spawn().unwrap();
-        let lines = BufReader::new(client.stdout.take().unwrap()).lines();
-        Self { client, lines }
-    }
-
-    fn wait_for(&mut self, line: &str) {
-        let found = self.lines.by_ref().map(Result::unwrap).any(|l| l == line);
-        assert!(found, "tail has ended before {line:?}");
-    }
-}
-
-impl Drop for Follower {
-    fn drop(&mut self) {
-        let _ = self.client.kill();
-        let _ = self.client.wait();
-    }
-}
-
-/// A directory that a container has as /host.
-struct Shared(TestDir);
-
-impl Shared {
-    fn new() -> Self {
-        Self(TestDir::new())
-    }
-
-    fn of(&self, container: Container) -> Container {
-        let source = self.0.path().display();
-        container.option(
-            "--mount",
-            &format!("type=bind,src={source},dst=/host,options=rbind:rw"),
-        )
-    }
-
-    /// A file that exists.
-    fn file(&self, name: &str) -> PathBuf {
-        let path = self.0.path().join(name);
-        fs::write(&path, "").unwrap();
-        path
-    }
-}
 
 /// What the host does in a volume raises no event in the guest, so this asks.
 const UNTIL_OPEN: &str = "until [ -e /host/open ]; do usleep 20000; done";
@@ -218,7 +156,7 @@ fn what_happens_while_containerd_is_away_is_told_once_and_in_order_when_it_comes
     drop(running);
     let mut told = Vec::new();
     while told.last().is_none_or(|topic| topic != "/tasks/delete") {
-        let line = said.lines.next().unwrap().unwrap();
+        let line = said.next_line();
         let topic = line.split("topic=").nth(1);
         let topic = topic.and_then(|rest| rest.split_whitespace().next());
         if let (true, Some(topic)) = (line.contains("\"event forwarded\""), topic) {

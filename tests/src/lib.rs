@@ -7,6 +7,7 @@
 mod containerd;
 mod end;
 mod events;
+mod shared;
 mod terminal;
 
 use std::fs;
@@ -19,6 +20,7 @@ use std::time::Duration;
 pub use containerd::Containerd;
 pub use end::End;
 pub use events::{Events, Told};
+pub use shared::{Follower, Shared};
 pub use terminal::Terminal;
 
 /// The small image: busybox.
