@@ -1,6 +1,7 @@
 //! Containers run on while containerd is away, and it finds them as they are when it comes back.
 
 use std::fs;
+use std::process::Stdio;
 use std::time::Duration;
 
 use cube_tests::*;
@@ -167,5 +168,55 @@ fn what_happens_while_containerd_is_away_is_told_once_and_in_order_when_it_comes
         told,
         ["/tasks/oom", "/tasks/exit", "/tasks/exit", "/tasks/delete"]
     );
+    assert_no_traces_of(&id);
+}
+
+#[test]
+fn a_containerd_that_is_killed_in_the_middle_of_a_create_leaves_nothing_of_it() {
+    let containerd = Containerd::of_the_tests();
+    let container = Container::new();
+    let id = container.id.clone();
+    // A guest without an agent: the create comes to no end of its own.
+    let image = setting("CUBE_TEST_HANGING_INITRAMFS");
+    let container = container
+        .setting("initramfs", &image)
+        .setting("boot_timeout_s", "1000")
+        .setting("log_level", "debug");
+    let start = fs::metadata(containerd.log()).unwrap().len();
+    let mut said = Follower::from(&containerd.log(), start);
+    let mut client = container.command(&["--detach"], &["true"]);
+    let mut client = client.stderr(Stdio::null()).spawn().unwrap();
+    let pid = loop {
+        let line = said.next_line();
+        if let (true, Some((_, pid))) = (
+            mentions(&line, &id),
+            line.split_once("The hypervisor is process "),
+        ) {
+            let digits = pid.split(|c: char| !c.is_ascii_digit()).next().unwrap();
+            break digits.parse().unwrap();
+        }
+    };
+    let hypervisor = End::of(pid).expect("the hypervisor has ended by itself");
+    containerd.kill();
+    assert!(!client.wait().unwrap().success());
+    containerd.start_again();
+
+    // It finds a shim without a task, and deletes it.
+    assert!(
+        hypervisor.comes_within(Duration::from_secs(60)),
+        "the machine of a create that nobody waits for runs on"
+    );
+    let ended = try_ctr(&["task", "delete", "--force", &id]);
+    assert!(
+        ended.status == 0 || ended.stderr.contains("not found"),
+        "{ended:?}"
+    );
+    must_ctr(&["container", "delete", &id]);
+    assert_no_traces_of(&id);
+
+    // The name is free.
+    let mut again = Container::new();
+    again.id.clone_from(&id);
+    assert_eq!(again.sh("exit 3").status, 3);
     assert_no_traces_of(&id);
 }

@@ -425,7 +425,7 @@ fn find(directory: &Path, id: &str, traces: &mut Vec<String>) {
 }
 
 /// Whether `text` has the id as a word: c-1-1 is not part of c-1-10.
-fn mentions(text: &str, id: &str) -> bool {
+pub fn mentions(text: &str, id: &str) -> bool {
     text.match_indices(id).any(|(at, _)| {
         let next = text[at + id.len()..].bytes().next();
         !next.is_some_and(|b| b.is_ascii_digit())
