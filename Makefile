@@ -1,7 +1,7 @@
 # make run     set up everything and run two containers, each in a microVM of its own
 # make test    all tests
 # make test-more   the longer ones, and those that have not settled yet
-# make test-contract   the contract on every containerd from 1.6 to 2.4, and containerd's own stress test
+# make test-contract   the contract on every containerd from 1.6 to 2.4, and containerd's own client and stress tests
 # make test-crashes    300 rounds of kill -9 at random moments (ROUNDS=…, CUBE_TEST_SEED=…)
 # make bench   the measurements of docs/SPECIFICATION.md
 # make install, make uninstall   honour PREFIX and DESTDIR
@@ -20,7 +20,7 @@ STAGE := $(abspath $(TARGET))/stage
 bindir := $(DESTDIR)$(PREFIX)/bin
 sharedir := $(DESTDIR)$(PREFIX)/share/cube
 
-.PHONY: build setup programs kernel stage run test check unit vm-tests test-more test-contract test-crashes bench install uninstall clean help
+.PHONY: build setup programs kernel stage run test check unit vm-tests test-more test-contract test-conformance test-crashes bench install uninstall clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -77,8 +77,13 @@ vm-tests: stage
 test-more: stage
 	@tests/run-all $(STAGE) more
 
-test-contract: stage
+test-contract: stage test-conformance
 	@CUBE_TEST_TIMEOUT=14400 tests/run-all $(STAGE) contract
+
+# containerd's own client tests, with cube and with runc; docs/CONFORMANCE.md lists them.
+test-conformance: stage
+	@tests/conformance/run io.containerd.runc.v2
+	@tests/conformance/run --prefix $(STAGE) io.containerd.cube.v1
 
 ROUNDS ?= 300
 test-crashes: stage

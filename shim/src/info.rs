@@ -165,7 +165,7 @@ mod tests {
     fn what_the_specification_refuses_is_not_claimed() {
         let (_, features) = answer(b"");
         let claims = features.to_string();
-        for refused in ["\"idmap\",", "SCMP_ACT_NOTIFY", "\"time\""] {
+        for refused in ["\"idmap\",", "\"remount\"", "SCMP_ACT_NOTIFY", "\"time\""] {
             assert!(!claims.contains(refused), "{refused}");
         }
         for refused in ["apparmor", "selinux", "intelRdt", "netDevices"] {

@@ -22,6 +22,7 @@ use crate::guest::{Guest, GuestError, Streams, random};
 use crate::host_cgroup::{CgroupError, HostCgroup};
 use crate::hypervisor::{Ended, Hypervisor, HypervisorError, Launch, Sent, last_lines};
 use crate::process_id;
+use crate::room::{Room, RoomError};
 use crate::sizing::Size;
 use crate::spec::Spec;
 use crate::state::{ROOTFS, StateDir, StateError, VSOCK};
@@ -48,6 +49,9 @@ pub enum BootError {
     /// Sockets or random bytes.
     #[error("Cannot set up the sandbox: {0}")]
     Host(io::Error),
+    /// Processors that its first container names.
+    #[error(transparent)]
+    Room(#[from] RoomError),
     /// The guest ended before its agent came up.
     #[error("The guest ended while it booted: {0}")]
     Ended(Arc<Ended>),
@@ -72,6 +76,7 @@ pub struct Booting {
     streams: Option<Streams>,
     events: Option<mpsc::UnboundedReceiver<Event>>,
     slots: Arc<Slots>,
+    room: Arc<Room>,
     state: StateDir,
     vcpus: u8,
     limit: Duration,
@@ -84,6 +89,7 @@ pub struct Machine {
     pub guest: Arc<Guest>,
     hypervisor: Arc<Hypervisor>,
     slots: Arc<Slots>,
+    room: Arc<Room>,
     state: StateDir,
     undo: Undo,
 }
@@ -134,6 +140,7 @@ impl Booting {
         Ok(Self {
             slots: Arc::new(Slots::new(hypervisor.clone(), slots)),
             hypervisor,
+            room: Arc::new(Room::new(size, Size::most(config))),
             boot: Some(boot),
             agent: Some(agent),
             streams: Some(streams),
@@ -161,6 +168,7 @@ impl Booting {
     async fn connect(&mut self, spec: &Spec) -> Result<Arc<Guest>, BootError> {
         if let Some(boot) = self.boot.take() {
             self.hypervisor.answer(boot).await?;
+            self.room.pin(self.hypervisor.pid())?;
             log::debug!("The machine runs");
         }
         let (Some(listener), Some(streams)) = (self.agent.take(), self.streams.take()) else {
@@ -229,6 +237,7 @@ impl Booting {
             guest,
             hypervisor: self.hypervisor,
             slots: self.slots,
+            room: self.room,
             state: self.state,
             undo: self.undo,
         }
@@ -243,6 +252,11 @@ impl Booting {
     pub fn slots(&self) -> &Arc<Slots> {
         &self.slots
     }
+
+    /// What its containers may have of it.
+    pub fn room(&self) -> &Arc<Room> {
+        &self.room
+    }
 }
 
 impl Machine {
@@ -254,6 +268,11 @@ impl Machine {
     /// The machine's slots for disks.
     pub fn slots(&self) -> &Arc<Slots> {
         &self.slots
+    }
+
+    /// What its containers may have of it.
+    pub fn room(&self) -> &Arc<Room> {
+        &self.room
     }
 
     /// Ends the machine and removes what belongs to it. No task is left in it, and what they wrote

@@ -11,6 +11,7 @@ use containerd_shim_protos::api::CreateTaskRequest;
 use cube_agent_protocol::SHARE_PATH;
 use cube_agent_protocol::agent::{self, Directory, RootfsMount};
 use protobuf::MessageField;
+use serde_json::Value;
 use tokio::sync::{Mutex, Notify, watch};
 
 use crate::bootstrap::check_name;
@@ -20,6 +21,7 @@ use crate::hooks::Hooks;
 use crate::machine::{Booting, Machine, drop_caches};
 use crate::mount::{self, Mount};
 use crate::options::Options;
+use crate::room::{Room, RoomError};
 use crate::rootfs::Rootfs;
 use crate::spec::{BlockDevice, Spec};
 use crate::state::{self, ROOTFS, SHARED_MODE, VOLUMES};
@@ -100,7 +102,7 @@ impl Sandbox {
         &self,
         reservation: Reservation,
         request: CreateTaskRequest,
-        spec: Spec,
+        mut spec: Spec,
         hooks: Arc<Hooks>,
     ) -> Result<u32, TaskError> {
         let options = Options::parse(request.options.as_ref()).map_err(TaskError::host)?;
@@ -129,13 +131,16 @@ impl Sandbox {
                 Some(booting.map_err(TaskError::host)?)
             }
         };
-        let (shared, slots) = match (&*machine, &booting) {
-            (Some(machine), _) => (machine.state().shared(), machine.slots().clone()),
-            (None, Some(booting)) => (booting.state().shared(), booting.slots().clone()),
+        let (shared, slots, room) = match (&*machine, &booting) {
+            (Some(machine), _) => (machine.state().shared(), machine.slots(), machine.room()),
+            (None, Some(booting)) => (booting.state().shared(), booting.slots(), booting.room()),
             (None, None) => return Err(TaskError::Host("there is no machine".into())),
         };
+        let (slots, room) = (slots.clone(), room.clone());
         let unwanted = reservation.unwanted();
         // While the guest boots.
+        let running = machine.as_ref().map(|machine| machine.guest.pid);
+        let bound = Bound::of(&mut spec, room, reservation.id(), running).map_err(create_failed)?;
         wanted.attach(&slots).map_err(create_failed)?;
         let prepared = prepare(
             reservation,
@@ -157,6 +162,10 @@ impl Sandbox {
             }
         };
         new.disks = wanted.disks;
+        new.undo.push("free its processors", move || {
+            drop(bound);
+            Ok::<_, io::Error>(())
+        });
         log::debug!(
             "The root file system and volumes of {} are mounted",
             request.id
@@ -193,6 +202,38 @@ impl Sandbox {
             (None, None) => return Err(TaskError::Host("there is no machine".into())),
         };
         self.tasks.create(new, guest).await
+    }
+
+    /// Changes a container's limits to those of `resources`, an OCI `LinuxResources` object.
+    pub async fn update(&self, id: &str, resources: Vec<u8>) -> Result<(), TaskError> {
+        let room = {
+            let machine = self.machine.lock().await;
+            machine
+                .as_ref()
+                .map(|machine| (machine.room().clone(), machine.guest.pid))
+        };
+        let parsed = serde_json::from_slice::<Value>(&resources);
+        // Without a machine there is no such container, and what is no JSON is for the agent to refuse.
+        let (Some((room, pid)), Ok(mut wanted)) = (room, parsed) else {
+            return self.tasks.update(id, resources).await;
+        };
+        let invalid = |e: RoomError| TaskError::InvalidArgument(e.to_string());
+        room.check(&wanted).map_err(invalid)?;
+        let binds = !wanted["cpu"]["cpus"]
+            .as_str()
+            .unwrap_or_default()
+            .is_empty();
+        let before = room.bind(id, &mut wanted).map_err(invalid)?;
+        let pinned = room.pin(pid).map_err(invalid);
+        let updated = match pinned {
+            Ok(()) => self.tasks.update(id, wanted.to_string().into_bytes()).await,
+            failed => failed,
+        };
+        if updated.is_err() && binds {
+            room.bind_again(id, before);
+            let _ = room.pin(pid);
+        }
+        updated
     }
 
     /// Deletes an exec, or a container; with the last container the machine ends.
@@ -277,6 +318,52 @@ impl Sandbox {
 /// What a failed create of the OCI runtime is called.
 fn create_failed(error: impl std::fmt::Display) -> TaskError {
     TaskError::host(format!("OCI runtime create failed: {error}"))
+}
+
+/// A container's processors in the machine, until it is dropped.
+struct Bound {
+    room: Arc<Room>,
+    container: String,
+    /// The machine that runs already.
+    running: Option<u32>,
+}
+
+impl Bound {
+    /// Sees to it that the machine has what the container may have, and writes to the specification what the guest calls
+    /// it. A machine that boots was made for this container; its threads are bound when they are there.
+    fn of(
+        spec: &mut Spec,
+        room: Arc<Room>,
+        container: &str,
+        running: Option<u32>,
+    ) -> Result<Self, RoomError> {
+        let bound = Self {
+            room,
+            container: container.to_owned(),
+            running,
+        };
+        let Some(resources) = spec.resources_mut() else {
+            return Ok(bound);
+        };
+        if running.is_some() {
+            bound.room.check(resources)?;
+        }
+        bound.room.bind(container, resources)?;
+        if let Some(pid) = running {
+            bound.room.pin(pid)?;
+        }
+        Ok(bound)
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        self.room.bind_again(&self.container, None);
+        // Threads that have ended with the machine need nothing.
+        if let Some(Err(e)) = self.running.map(|pid| self.room.pin(pid)) {
+            log::debug!("After the end of {}: {e}", self.container);
+        }
+    }
 }
 
 /// What a container is to have that may be on disks.

@@ -191,7 +191,7 @@ impl Task for TaskService {
     async fn update(&self, _: &TtrpcContext, r: UpdateTaskRequest) -> ttrpc::Result<Empty> {
         let sandbox = self.sandbox.clone();
         let resources = r.resources.into_option().unwrap_or_default().value;
-        whole(async move { sandbox.tasks.update(&r.id, resources).await }).await?;
+        whole(async move { sandbox.update(&r.id, resources).await }).await?;
         Ok(Empty::default())
     }
 

@@ -1,7 +1,7 @@
 //! How big a sandbox's machine is.
 //!
-//! vCPUs: the CPU limit rounded up to whole processors, else `default_vcpus`; never more than
-//! `max_vcpus` (or the host's processors).
+//! vCPUs: the CPU limit rounded up to whole processors, or as many as the container is bound to, the fewer of both; else
+//! `default_vcpus`. Never more than `max_vcpus` (or the host's processors).
 //!
 //! Memory: a container's limit is what its processes may use, so the machine has
 //! [`GUEST_OVERHEAD_MIB`] more for the guest's kernel and agent; without a limit it has
@@ -26,8 +26,7 @@ pub struct Size {
 impl Size {
     /// The size for a sandbox whose first container has this specification.
     pub fn of(spec: &Spec, config: &Config) -> Self {
-        let max_vcpus = config.max_vcpus.unwrap_or_else(host_processors).max(1);
-        let max_memory_mib = config.max_memory_mib.unwrap_or_else(host_memory_mib);
+        let most = Self::most(config);
         let vcpus = spec
             .wanted_cpus()
             .map_or(config.default_vcpus, |n| u8::try_from(n).unwrap_or(u8::MAX));
@@ -37,10 +36,27 @@ impl Size {
                 bytes.div_ceil(1 << 20).saturating_add(GUEST_OVERHEAD_MIB)
             });
         Self {
-            vcpus: vcpus.clamp(1, max_vcpus),
-            memory_mib: memory_mib.min(max_memory_mib),
+            vcpus: vcpus.clamp(1, most.vcpus),
+            memory_mib: memory_mib.min(most.memory_mib),
         }
     }
+
+    /// The largest that there may be.
+    pub fn most(config: &Config) -> Self {
+        Self {
+            vcpus: config.max_vcpus.unwrap_or_else(host_processors).max(1),
+            memory_mib: config.max_memory_mib.unwrap_or_else(host_memory_mib),
+        }
+    }
+}
+
+/// How many whole processors a quota of microseconds in each period is worth; none where it is no limit.
+pub fn processors_of(quota: Option<i64>, period: Option<i64>) -> Option<u64> {
+    let quota = u64::try_from(quota?).ok().filter(|&q| q > 0)?;
+    let period = u64::try_from(period.unwrap_or(100_000))
+        .ok()
+        .filter(|&p| p > 0)?;
+    Some(quota.div_ceil(period))
 }
 
 fn host_processors() -> u8 {
@@ -96,6 +112,18 @@ mod tests {
         let spec = r#"{"linux": {"resources": {"cpu": {"quota": 200000, "period": 100000},
             "memory": {"limit": 67108864}}}}"#;
         assert_eq!(size(spec), (2, 128));
+    }
+
+    #[test]
+    fn a_container_that_is_bound_to_processors_has_as_many() {
+        let bound = |quota: i64| {
+            format!(
+                r#"{{"linux": {{"resources": {{"cpu": {{"cpus": "4-5,9", "quota": {quota}}}}}}}}}"#
+            )
+        };
+        assert_eq!(size(&bound(-1)), (3, 256));
+        assert_eq!(size(&bound(200_000)), (2, 256));
+        assert_eq!(size(&bound(600_000)), (3, 256));
     }
 
     #[test]

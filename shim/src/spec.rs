@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::mount::{Access, Volume};
+use crate::processors;
+use crate::sizing::processors_of;
 
 /// Why a specification cannot be carried out in a VM.
 #[derive(Debug, thiserror::Error)]
@@ -182,16 +184,25 @@ impl Spec {
             let key = format!("io.kubernetes.cri.sandbox-cpu-{name}");
             self.text(&["annotations", &key]).parse::<i64>().ok()
         };
-        let own = |name: &str| self.get(&["linux", "resources", "cpu", name])?.as_i64();
-        let processors = |quota: Option<i64>, period: Option<i64>| {
-            let quota = u64::try_from(quota?).ok().filter(|&q| q > 0)?;
-            let period = u64::try_from(period.unwrap_or(100_000))
-                .ok()
-                .filter(|&p| p > 0)?;
-            Some(quota.div_ceil(period))
-        };
-        processors(hint("quota"), hint("period"))
-            .or_else(|| processors(own("quota"), own("period")))
+        if let Some(cpus) = processors_of(hint("quota"), hint("period")) {
+            return Some(cpus);
+        }
+        let cpu = ["linux", "resources", "cpu"];
+        let own = |name| self.get(&[cpu[0], cpu[1], cpu[2], name])?.as_i64();
+        let limit = processors_of(own("quota"), own("period"));
+        // A list that is none is refused later.
+        let bound = processors::parse(self.text(&[cpu[0], cpu[1], cpu[2], "cpus"]))
+            .ok()
+            .map(|cpus| cpus.len() as u64);
+        match (limit, bound) {
+            (Some(limit), Some(bound)) => Some(limit.min(bound)),
+            (limit, bound) => limit.or(bound),
+        }
+    }
+
+    /// `linux.resources`.
+    pub fn resources_mut(&mut self) -> Option<&mut Value> {
+        self.root.get_mut("linux")?.get_mut("resources")
     }
 
     /// The memory limit in bytes, the sandbox's hint before this container's own.

@@ -118,6 +118,11 @@ fn fault(case: &Case, cube: &Outcome, runc: Option<&Outcome>) -> Option<String> 
     };
     match (&case.expect, cube) {
         (Expect::Same, Outcome::Refused(_)) => told("is refused"),
+        // The same of both would prove nothing.
+        (Expect::Same, Outcome::Ran(124, _)) => told("does not end"),
+        (Expect::Same, Outcome::Ran(_, output)) if output.contains(": not found") => {
+            told("has a probe that misses a program")
+        }
         (Expect::Same, _) if Some(cube) != runc => told("differs"),
         (Expect::Same, _) => None,
         (Expect::Invalid(_), _) if !matches!(runc, Some(Outcome::Refused(_))) => {

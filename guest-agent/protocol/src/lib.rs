@@ -26,7 +26,7 @@ pub const LOG_LEVEL_KEY: &str = "cube.log";
 
 /// The options of mounts in the guest that are flags there, and not handed to the file system: those that
 /// libcontainer knows. Binds of the host know fewer kinds of propagation.
-pub const MOUNT_FLAGS: [&str; 51] = [
+pub const MOUNT_FLAGS: [&str; 50] = [
     "async",
     "atime",
     "bind",
@@ -50,7 +50,6 @@ pub const MOUNT_FLAGS: [&str; 51] = [
     "rdev",
     "rdiratime",
     "relatime",
-    "remount",
     "rexec",
     "rnoatime",
     "rnodev",
