@@ -43,8 +43,9 @@ impl Daemon {
     pub fn run(self) -> io::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
-            // Files for output (file://) are all that it is for.
-            .max_blocking_threads(1)
+            // What may take its time on a slow disk: files for output (file://), the mounts of a container that joins the
+            // sandbox, and what is undone. One for each, so that none waits for another.
+            .max_blocking_threads(3)
             .build()?;
         let result = runtime.block_on(self.serve());
         runtime.shutdown_background();

@@ -231,6 +231,11 @@ impl Booting {
         self.hypervisor.pid()
     }
 
+    /// Ends what has been switched on, and removes what belongs to it.
+    pub async fn give_up(self) {
+        self.undo.run_aside().await;
+    }
+
     /// The machine, once it is ready.
     pub fn finish(self, guest: Arc<Guest>) -> Machine {
         Machine {
@@ -283,7 +288,7 @@ impl Machine {
             self.guest.cut_power();
             self.hypervisor.end().await;
         }
-        drop(self.undo);
+        self.undo.run_aside().await;
     }
 }
 

@@ -13,6 +13,7 @@ use cube_agent_protocol::agent::{self, Directory, RootfsMount};
 use protobuf::MessageField;
 use serde_json::Value;
 use tokio::sync::{Mutex, Notify, watch};
+use tokio::task::spawn_blocking;
 
 use crate::bootstrap::check_name;
 use crate::config::Config;
@@ -38,7 +39,7 @@ pub struct Sandbox {
     /// Its tasks.
     pub tasks: Arc<Tasks>,
     machine: Mutex<Option<Machine>>,
-    volumes: Volumes,
+    volumes: Arc<Volumes>,
     /// Where the shim serves.
     socket: PathBuf,
     /// containerd has asked the shim to leave while tasks were there, and will not ask again.
@@ -56,7 +57,7 @@ impl Sandbox {
             id,
             tasks,
             machine: Mutex::default(),
-            volumes: Volumes::default(),
+            volumes: Arc::default(),
             socket,
             leave_when_empty: AtomicBool::new(false),
             left: Notify::new(),
@@ -142,15 +143,28 @@ impl Sandbox {
         let running = machine.as_ref().map(|machine| machine.guest.pid);
         let bound = Bound::of(&mut spec, room, reservation.id(), running).map_err(create_failed)?;
         wanted.attach(&slots).map_err(create_failed)?;
-        let prepared = prepare(
-            reservation,
-            &request,
-            &spec,
-            &hooks,
-            &shared,
-            &wanted,
-            &self.volumes,
-        );
+        let (request, spec) = (Arc::new(request), Arc::new(spec));
+        let prepare = {
+            let (request, spec, hooks) = (request.clone(), spec.clone(), hooks.clone());
+            let common = self.volumes.clone();
+            move || {
+                let prepared = prepare(
+                    reservation,
+                    &request,
+                    &spec,
+                    &hooks,
+                    &shared,
+                    &wanted,
+                    &common,
+                );
+                (wanted, prepared)
+            }
+        };
+        let (mut wanted, prepared) = match &booting {
+            // There is nobody else whom it could hold up.
+            Some(_) => prepare(),
+            None => spawn_blocking(prepare).await.map_err(TaskError::host)?,
+        };
         let mut new = match prepared {
             Ok(new) => new,
             Err(error) => {
@@ -185,8 +199,8 @@ impl Sandbox {
                     }
                     Err(error) => {
                         // What is mounted in the sandbox's directory goes before the directory does.
-                        drop(new);
-                        drop(booting);
+                        new.give_up().await;
+                        booting.give_up().await;
                         return Err(error);
                     }
                 }
@@ -196,7 +210,10 @@ impl Sandbox {
                 // Hooks may take their time, and other containers need not wait for them.
                 drop(machine);
                 let hooked = async { hooks.creating(guest.pid).await.map_err(create_failed) };
-                self.unless_ending(unwanted, hooked).await?;
+                if let Err(error) = self.unless_ending(unwanted, hooked).await {
+                    new.give_up().await;
+                    return Err(error);
+                }
                 guest
             }
             (None, None) => return Err(TaskError::Host("there is no machine".into())),
@@ -304,7 +321,9 @@ impl Sandbox {
         if let Some(machine) = self.machine.lock().await.take() {
             machine.guest.cut_off("the shim was told to end");
             machine.guest.end().await;
-            drop(tasks);
+            for undo in tasks {
+                undo.run_aside().await;
+            }
             machine.power_off().await;
         }
     }

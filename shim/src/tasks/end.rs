@@ -159,13 +159,14 @@ impl Tasks {
         hooks.stopped().await;
         let mut disks = self.with(id, |entry| Ok(std::mem::take(&mut entry.disks)))?;
         disks.detach(&in_use).await;
+        // Nothing on the host is left when the event says so, nor when the name is free again.
+        let undo = self.with(id, |entry| Ok(std::mem::take(&mut entry.undo)))?;
+        undo.run_aside().await;
         let mut entry = self
             .lock()
             .entries
             .remove(id)
             .ok_or_else(|| no_container(id))?;
-        // Nothing on the host is left when the event says so.
-        entry.undo.run();
         let exit = entry.container.deleted(exit);
         Ok(Deleted {
             pid: entry.container.pid,

@@ -59,6 +59,13 @@ pub struct NewContainer {
     pub event: TaskCreate,
 }
 
+impl NewContainer {
+    /// Removes what it has on the host; then its name is free.
+    pub async fn give_up(self) {
+        self.undo.run_aside().await;
+    }
+}
+
 /// A container's entry.
 struct Entry {
     container: Container,

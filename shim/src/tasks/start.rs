@@ -1,5 +1,6 @@
 //! From create to a process that runs.
 
+use std::mem::take;
 use std::sync::Arc;
 
 use containerd_shim_protos::events::task::TaskCreate;
@@ -27,9 +28,9 @@ impl Tasks {
         mut new: NewContainer,
         guest: Arc<Guest>,
     ) -> Result<u32, TaskError> {
-        let mut disks = std::mem::take(&mut new.disks);
+        let mut disks = take(&mut new.disks);
         let created = match disks.ready().await {
-            Ok(()) => self.create_in_guest(new, guest, &mut disks).await,
+            Ok(()) => self.create_in_guest(&mut new, guest, &mut disks).await,
             Err(e) => Err(TaskError::host(format!("OCI runtime create failed: {e}"))),
         };
         match &created {
@@ -38,6 +39,9 @@ impl Tasks {
             Err(error) if error.leaves_disks_in_use() => drop(disks),
             // What the guest has mounted of them it has unmounted before it said so.
             Err(_) => disks.detach(&[]).await,
+        }
+        if created.is_err() {
+            new.give_up().await;
         }
         created
     }
@@ -52,7 +56,7 @@ impl Tasks {
 
     async fn create_in_guest(
         self: &Arc<Self>,
-        new: NewContainer,
+        new: &mut NewContainer,
         guest: Arc<Guest>,
         disks: &mut Disks,
     ) -> Result<u32, TaskError> {
@@ -69,10 +73,10 @@ impl Tasks {
             .map_err(failed)?;
         let request = CreateContainerRequest {
             id: id.clone(),
-            spec: new.spec,
-            rootfs: new.rootfs,
-            rootfs_mounts: new.rootfs_mounts,
-            block_devices: new.block_devices,
+            spec: take(&mut new.spec),
+            rootfs: take(&mut new.rootfs),
+            rootfs_mounts: take(&mut new.rootfs_mounts),
+            block_devices: take(&mut new.block_devices),
             stdio: MessageField::some(stdio),
             ..Default::default()
         };
@@ -83,7 +87,7 @@ impl Tasks {
         let streams = match guest.accept_streams(offered).await {
             Ok(streams) => streams,
             Err(error) => {
-                if let Err(error) = self.take_back(&id, &guest, std::mem::take(disks)).await {
+                if let Err(error) = self.take_back(&id, &guest, take(disks)).await {
                     log::warn!("Cannot delete {id}, whose create failed: {error}");
                 }
                 return Err(failed(error));
@@ -94,31 +98,31 @@ impl Tasks {
         let pid = guest.pid;
         let container = Container::new(
             id.clone(),
-            new.bundle,
+            take(&mut new.bundle),
             pid,
-            new.uris,
+            take(&mut new.uris),
             Some(relays),
             created.pid,
             self.publisher.clone(),
         );
-        let mut entry = Entry {
-            container,
-            guest,
-            hooks: new.hooks,
-            disks: std::mem::take(disks),
-            undo: new.undo,
-            killed: Killed::No,
-        };
         let mut table = self.lock();
         if *new.reservation.unwanted.borrow() {
             drop(table);
-            let disks = std::mem::take(&mut entry.disks);
-            self.take_back(&id, &entry.guest, disks).await?;
+            self.take_back(&id, &guest, take(disks)).await?;
             return Err(given_up());
         }
+        let entry = Entry {
+            container,
+            guest,
+            hooks: new.hooks.clone(),
+            disks: take(disks),
+            undo: take(&mut new.undo),
+            killed: Killed::No,
+        };
         table.entries.insert(id.clone(), entry);
+        let event = take(&mut new.event);
         self.publisher
-            .publish(Event::Create(TaskCreate { pid, ..new.event }));
+            .publish(Event::Create(TaskCreate { pid, ..event }));
         drop(table);
         self.watch(&id, "");
         Ok(pid)

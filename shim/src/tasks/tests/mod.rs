@@ -641,6 +641,46 @@ async fn two_deletes_at_once_delete_once() {
 }
 
 #[tokio::test]
+async fn a_delete_that_cleans_up_slowly_does_not_hold_up_other_containers() {
+    let mut bench = bench().await;
+    let (go_on, slow_disk) = std::sync::mpsc::channel::<()>();
+    let slow_disk = Mutex::new(slow_disk);
+    let (begun, has_begun) = tokio::sync::oneshot::channel();
+    let mut new = bench.new_container("slow", Uris::default());
+    new.undo.push("unmount", move || {
+        let _ = begun.send(());
+        let slow_disk = slow_disk.lock().unwrap();
+        slow_disk.recv_timeout(Duration::from_secs(10))
+    });
+    bench.tasks.create(new, bench.guest.clone()).await.unwrap();
+    bench.run("other").await;
+    bench.agent.exit("slow", "", 0);
+    bench.tasks.wait("slow", "").await.unwrap();
+    let tasks = bench.tasks.clone();
+    let delete = tokio::spawn(async move { tasks.delete("slow", "").await });
+    has_begun.await.unwrap();
+
+    assert_eq!(
+        bench.tasks.state("other", "").unwrap().status,
+        Status::RUNNING.into()
+    );
+    bench.tasks.kill("other", "", 15, false).await.unwrap();
+    assert_eq!(bench.tasks.wait("other", "").await.unwrap().status, 143);
+    // Nothing is left when the event says so, and the name is taken as long.
+    assert!(!delete.is_finished());
+    assert_eq!(
+        bench.events().await,
+        ["create", "create", "start", "exit", "exit"]
+    );
+    assert!(bench.events.drain().is_empty());
+    assert!(bench.tasks.reserve("slow").is_err());
+    go_on.send(()).unwrap();
+    delete.await.unwrap().unwrap();
+    assert_eq!(bench.events().await, ["delete"]);
+    assert!(bench.tasks.reserve("slow").is_ok());
+}
+
+#[tokio::test]
 async fn a_client_that_never_reads_does_not_hold_up_the_delete() {
     let bench = bench().await;
     let fifo = bench.dir.path().join("fifo");
