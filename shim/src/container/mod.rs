@@ -378,6 +378,15 @@ impl Container {
             .collect()
     }
 
+    /// Whether the container's limits can be changed. runc's shim refuses it with no code of its own
+    /// (`stoppedState` in cmd/containerd-shim-runc-v2/process/init_state.go).
+    pub fn check_update(&self) -> Result<(), TaskError> {
+        if self.init_has_ended() {
+            return Err(TaskError::host("cannot update a stopped container"));
+        }
+        Ok(())
+    }
+
     /// Whether the container can be paused or resumed.
     pub fn check_phase(&self, wanted: Phase) -> Result<(), TaskError> {
         if self.init.phase == wanted && !self.init_has_ended() {

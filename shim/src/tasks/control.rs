@@ -128,7 +128,10 @@ impl Tasks {
 
     /// Changes a container's limits to those of `resources`, an OCI `LinuxResources` object.
     pub async fn update(&self, id: &str, resources: Vec<u8>) -> Result<(), TaskError> {
-        let guest = self.guest(id)?;
+        let guest = self.with(id, |entry| {
+            entry.container.check_update()?;
+            Ok(entry.guest.clone())
+        })?;
         let request = UpdateRequest {
             id: id.to_owned(),
             resources,

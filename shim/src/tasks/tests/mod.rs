@@ -10,8 +10,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use cube_agent_protocol::agent::{
     ConfigureRequest, CreateContainerRequest, Empty, ExecRequest, ListProcessesResponse,
-    Process as GuestProcess, ProcessCreated, ProcessExit, ResizePtyRequest, SignalRequest, Stdio,
-    WaitRequest, WaitResponse,
+    Process as GuestProcess, ProcessCreated, ProcessExit, ResizePtyRequest, SignalRequest,
+    StatsResponse, Stdio, UpdateRequest, WaitRequest, WaitResponse,
 };
 use cube_agent_protocol::agent_ttrpc::{Agent, create_agent};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -214,6 +214,16 @@ impl Agent for FakeAgent {
             processes: vec![process(10, ""), process(11, "e"), process(12, "")],
             ..Default::default()
         })
+    }
+
+    async fn update(&self, _: &TtrpcContext, _: UpdateRequest) -> ttrpc::Result<Empty> {
+        self.0.lock().unwrap().log.push_back("update".into());
+        Ok(Empty::default())
+    }
+
+    async fn stats(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<StatsResponse> {
+        self.0.lock().unwrap().log.push_back("stats".into());
+        Ok(StatsResponse::default())
     }
 
     async fn pause(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
@@ -625,6 +635,23 @@ async fn pause_and_resume_are_told_and_guarded() {
         bench.events().await,
         ["create", "start", "paused", "resumed"]
     );
+}
+
+#[tokio::test]
+async fn a_stopped_container_has_figures_and_takes_no_limits() {
+    let bench = bench().await;
+    bench.run("c").await;
+    let limits = || b"{}".to_vec();
+    bench.tasks.update("c", limits()).await.unwrap();
+    bench.agent.exit("c", "", 0);
+    bench.tasks.wait("c", "").await.unwrap();
+    let error = bench.tasks.update("c", limits()).await.unwrap_err();
+    assert_eq!(error.to_string(), "cannot update a stopped container");
+    assert_eq!(error.code(), Code::UNKNOWN);
+    // Its cgroup is there until it is deleted.
+    bench.tasks.stats("c").await.unwrap();
+    let log: Vec<_> = bench.agent.0.lock().unwrap().log.drain(..).collect();
+    assert_eq!(log, ["update", "stats"]);
 }
 
 #[tokio::test]
