@@ -136,22 +136,24 @@ impl Relays {
 
     /// The process is gone: passes on what it still has written and closes everything. Output of
     /// which nobody has taken anything for `limit` is given up, since a client may never open its
-    /// FIFO; a client that is only slow gets all of it.
-    pub async fn drain(mut self, limit: Duration) {
+    /// FIFO. A client that is only slow gets all that it takes within `most`.
+    pub async fn drain(mut self, limit: Duration, most: Duration) {
         self.stdin_keeper = None;
         if let Some(input) = self.input.take() {
             input.abort();
         }
         // A client may take one stream after the other: both have time while either moves.
-        let mut deadline = Instant::now() + limit;
+        let last = Instant::now() + most;
+        let next_deadline = || last.min(Instant::now() + limit);
+        let mut deadline = next_deadline();
         for mut output in self.outputs.drain(..) {
             loop {
                 tokio::select! {
                     biased;
                     _ = &mut output => break,
-                    () = self.moves.notified() => deadline = Instant::now() + limit,
+                    () = self.moves.notified() => deadline = next_deadline(),
                     () = sleep_until(deadline) => {
-                        log::warn!("Output of a process was given up: nobody reads it");
+                        log::warn!("Output of a process was given up: nobody reads it, or too slowly");
                         output.abort();
                         break;
                     }

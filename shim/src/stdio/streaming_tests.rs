@@ -9,6 +9,9 @@ use ttrpc::r#async::{Client, ClientStream, Server};
 use super::super::{GuestStdio, HostStdio, Relays, Uris};
 use super::*;
 
+/// Longer than any of these takes.
+const MOST: Duration = Duration::from_secs(60);
+
 /// A shim's server, and what its processes use.
 struct Bench {
     dir: tempfile::TempDir,
@@ -163,7 +166,7 @@ async fn output_arrives_whole_within_the_windows_that_were_granted_and_then_ends
         }
     }
     writer.await.unwrap();
-    relays.drain(Duration::from_secs(5)).await;
+    relays.drain(Duration::from_secs(5), MOST).await;
     assert!(peer.receive().await.is_empty());
     assert!(received == sent);
     assert!(bench.streams.lock().is_empty());
@@ -180,7 +183,7 @@ async fn who_grants_no_window_holds_the_process_up_and_its_delete_no_longer_than
     let written = tokio::time::timeout(Duration::from_millis(300), process.write_all(&all)).await;
     assert!(written.is_err(), "4 MiB were taken, and are somewhere");
     drop(process);
-    relays.drain(Duration::from_millis(100)).await;
+    relays.drain(Duration::from_millis(100), MOST).await;
 }
 
 #[tokio::test]
@@ -194,7 +197,7 @@ async fn a_stream_that_is_opened_after_the_process_started_is_its_stream_too() {
     let mut peer = bench.open("late").await;
     peer.grant(100).await;
     assert_eq!(peer.receive().await, b"early words");
-    relays.drain(Duration::from_secs(5)).await;
+    relays.drain(Duration::from_secs(5), MOST).await;
     assert!(peer.receive().await.is_empty());
 }
 
@@ -214,7 +217,7 @@ async fn output_goes_on_where_a_containerd_that_was_started_again_opens_its_stre
     peer.grant(100).await;
     assert_eq!(peer.receive().await, b"second");
     drop(process);
-    relays.drain(Duration::from_secs(5)).await;
+    relays.drain(Duration::from_secs(5), MOST).await;
     assert!(peer.receive().await.is_empty());
 }
 

@@ -11,6 +11,9 @@ use super::*;
 /// More than all buffers on the way hold together.
 const LOTS: usize = 1 << 20;
 
+/// Longer than any of these takes.
+const MOST: Duration = Duration::from_secs(60);
+
 fn fifo(dir: &TempDir, name: &str) -> String {
     let path = dir.path().join(name);
     mkfifo(&path, Mode::from_bits_truncate(0o600)).unwrap();
@@ -59,7 +62,7 @@ async fn all_output_reaches_a_client_that_opens_its_fifo_late() {
     client.read_to_end(&mut got).await.unwrap();
     writer.await.unwrap();
     assert!(got == pattern(LOTS), "{} bytes", got.len());
-    relays.drain(Duration::from_secs(5)).await;
+    relays.drain(Duration::from_secs(5), MOST).await;
 }
 
 #[tokio::test]
@@ -136,7 +139,7 @@ async fn draining_gives_up_output_that_nobody_reads() {
         },
     );
     tokio::spawn(async move { process.write_all(&pattern(LOTS)).await });
-    relays.drain(Duration::from_millis(50)).await;
+    relays.drain(Duration::from_millis(50), MOST).await;
 }
 
 #[tokio::test]
@@ -172,10 +175,38 @@ async fn draining_waits_for_a_slow_reader_longer_than_its_limit() {
         }
     });
     let start = std::time::Instant::now();
-    relays.drain(limit).await;
+    relays.drain(limit, MOST).await;
     assert!(start.elapsed() > limit, "the reader was not slow");
     let got = slow.await.unwrap();
     assert!(got == pattern(LOTS), "{} bytes", got.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn draining_ends_although_a_reader_takes_a_little_again_and_again() {
+    let (stdout, mut process) = stream();
+    let moves = Arc::new(Notify::new());
+    let told = moves.clone();
+    let output = tokio::spawn(async move {
+        let _stream = stdout;
+        loop {
+            tokio::time::sleep(Duration::from_millis(1900)).await;
+            told.notify_one();
+        }
+    });
+    let relays = Relays {
+        outputs: vec![output],
+        moves,
+        input: None,
+        stdin_keeper: None,
+        logger: None,
+    };
+    let start = Instant::now();
+    relays
+        .drain(Duration::from_secs(2), Duration::from_secs(10))
+        .await;
+    assert_eq!(start.elapsed().as_secs(), 10);
+    // Its stream is closed.
+    assert_eq!(process.read(&mut [0]).await.unwrap(), 0);
 }
 
 #[tokio::test]
@@ -202,7 +233,7 @@ async fn a_file_takes_both_streams_and_is_appended_to() {
         out.write_all(b"o").await.unwrap();
         err.write_all(b"e").await.unwrap();
         drop((out, err));
-        relays.drain(Duration::from_secs(5)).await;
+        relays.drain(Duration::from_secs(5), MOST).await;
     }
     let mut text = std::fs::read(&path).unwrap();
     text.sort_unstable();
@@ -239,7 +270,7 @@ async fn a_logging_program_gets_names_streams_and_time_to_finish() {
     out.write_all(b"out\n").await.unwrap();
     err.write_all(b"err\n").await.unwrap();
     drop((out, err));
-    relays.drain(Duration::from_secs(5)).await;
+    relays.drain(Duration::from_secs(5), MOST).await;
     let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
     assert_eq!(log, "ns1/c1\nout\nerr\n");
 }

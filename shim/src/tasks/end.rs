@@ -15,6 +15,9 @@ use crate::task_error::TaskError;
 /// How long output that nobody reads may hold up a delete.
 const DRAIN_LIMIT: Duration = Duration::from_secs(2);
 
+/// How long output may hold up a delete at all, although somebody takes a little of it now and then.
+const DRAIN_MOST: Duration = Duration::from_secs(10);
+
 fn exit_of(exit: &ProcessExit) -> Exit {
     let at = u64::try_from(exit.exited_at_ns)
         .ok()
@@ -127,7 +130,7 @@ impl Tasks {
             self.delete_in_guest(id, exec, guest).await?;
         }
         if let Some(relays) = relays {
-            relays.drain(DRAIN_LIMIT).await;
+            relays.drain(DRAIN_LIMIT, DRAIN_MOST).await;
         }
         self.with(id, |entry| {
             let process = entry
@@ -152,7 +155,7 @@ impl Tasks {
         // All at once: each may take its time.
         let mut drains: JoinSet<()> = relays
             .into_iter()
-            .map(|relays| relays.drain(DRAIN_LIMIT))
+            .map(|relays| relays.drain(DRAIN_LIMIT, DRAIN_MOST))
             .collect();
         while drains.join_next().await.is_some() {}
         // While its name is taken, and its root file system there.
