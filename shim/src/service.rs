@@ -332,6 +332,25 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_checkpoint_of_a_task_is_not_served_and_the_reason_is_said() {
+        let bench = crate::tasks::tests::bench().await;
+        bench.run("c").await;
+        let socket = std::path::PathBuf::from("s");
+        let sandbox = Sandbox::new("ns".into(), "c".into(), bench.tasks.clone(), socket);
+        let service = TaskService {
+            sandbox: Arc::new(sandbox),
+        };
+        let refused = service
+            .checkpoint(&TtrpcContext::default(), about!(CheckpointTaskRequest, "c"))
+            .await;
+        let Err(ttrpc::Error::RpcStatus(status)) = refused else {
+            panic!("{refused:?}")
+        };
+        assert_eq!(status.code(), Code::UNIMPLEMENTED);
+        assert!(status.message.contains("CRIU cannot dump"), "{status:?}");
+    }
+
+    #[tokio::test]
     async fn a_shim_leaves_when_a_create_fails_whose_caller_is_gone() {
         let dir = tempfile::tempdir().unwrap();
         let service = service(dir.path());

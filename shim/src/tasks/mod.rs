@@ -344,4 +344,4 @@ pub fn create_event(request: &containerd_shim_protos::api::CreateTaskRequest) ->
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -236,9 +236,9 @@ impl Agent for FakeAgent {
 }
 
 /// A sandbox with the pretended guest.
-struct Bench {
+pub(crate) struct Bench {
     agent: FakeAgent,
-    tasks: Arc<Tasks>,
+    pub(crate) tasks: Arc<Tasks>,
     events: Queue,
     guest: Arc<Guest>,
     end: watch::Sender<Option<Arc<Ended>>>,
@@ -265,7 +265,7 @@ impl futures_core::Stream for Once {
     }
 }
 
-async fn bench() -> Bench {
+pub(crate) async fn bench() -> Bench {
     let dir = tempfile::tempdir().unwrap();
     let agent = FakeAgent::default();
     let path = dir.path().join("streams");
@@ -327,7 +327,7 @@ impl Bench {
         self.tasks.create(new, self.guest.clone()).await.unwrap()
     }
 
-    async fn run(&self, id: &str) {
+    pub(crate) async fn run(&self, id: &str) {
         self.create(id).await;
         self.tasks.start(id, "").await.unwrap();
     }
