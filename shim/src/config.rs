@@ -46,7 +46,7 @@ pub struct Config {
     pub erofs_in_guest: bool,
     /// How long it may take until the agent is there.
     pub boot_timeout: Duration,
-    /// What shim, hypervisor and agent log.
+    /// What shim and agent log. The hypervisor has warnings only, which the shim passes on as such.
     pub log_level: log::LevelFilter,
     /// Whether the guest's whole console goes to the log.
     pub debug_console: bool,

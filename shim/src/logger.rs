@@ -54,6 +54,14 @@ fn init(out: Option<File>, namespace: &str, sandbox: &str, debug: bool) {
     }
 }
 
+/// The level by the sandbox's settings. If containerd wants to debug its shims, they say that much at least.
+pub fn level(current: LevelFilter, configured: LevelFilter) -> LevelFilter {
+    if current >= LevelFilter::Debug {
+        return current.max(configured);
+    }
+    configured
+}
+
 impl Log for Logger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         metadata.level() <= log::max_level()
@@ -192,6 +200,16 @@ mod tests {
         let line = format_line(SystemTime::now(), "INFO", &"ä".repeat(5000), "n", "s");
         assert!(line.len() <= 4096);
         assert!(line.ends_with('\n'));
+    }
+
+    #[test]
+    fn the_settings_lower_the_level_too_unless_containerd_debugs() {
+        use LevelFilter::{Debug, Error, Info, Off, Trace, Warn};
+        for configured in [Off, Error, Warn, Info, Trace] {
+            assert_eq!(level(Warn, configured), configured);
+        }
+        assert_eq!(level(Debug, Off), Debug);
+        assert_eq!(level(Debug, Trace), Trace);
     }
 
     #[test]

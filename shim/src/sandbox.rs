@@ -19,6 +19,7 @@ use crate::bootstrap::check_name;
 use crate::config::Config;
 use crate::disks::{DiskError, Disks, OpenDisk, Slots, slots_for};
 use crate::hooks::Hooks;
+use crate::logger;
 use crate::machine::{Booting, Machine, drop_caches};
 use crate::mount::{self, Mount};
 use crate::options::Options;
@@ -110,7 +111,6 @@ impl Sandbox {
         let bundle = PathBuf::from(&request.bundle);
         let config = Config::load(options.config.as_deref(), &spec.annotations())
             .map_err(TaskError::host)?;
-        log::set_max_level(log::max_level().max(config.log_level));
         let mut wanted = Wanted::of(&request, &spec, &bundle)?;
 
         let mut machine = self.machine.lock().await;
@@ -125,6 +125,8 @@ impl Sandbox {
         let booting = match &*machine {
             Some(_) => None,
             None => {
+                // The shim's level is the sandbox's: containers that join it do not change it.
+                log::set_max_level(logger::level(log::max_level(), config.log_level));
                 let may_grow = spec.group().is_some();
                 let slots = slots_for(wanted.count(), may_grow, config.spare_disks)
                     .map_err(create_failed)?;
