@@ -4,9 +4,11 @@
 //! `tests/run-all` starts containerd and sets `CUBE_TEST_CTR` (the client), `CUBE_TEST_ADDRESS` (its
 //! socket) and `CUBE_TEST_DIR` (a directory for files of the tests).
 
+mod bundle;
 mod containerd;
 mod end;
 mod events;
+mod sandbox;
 mod shared;
 mod terminal;
 
@@ -17,9 +19,11 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+pub use bundle::{make_bundle, make_root, place, small, write_config};
 pub use containerd::Containerd;
 pub use end::End;
 pub use events::{Events, Told};
+pub use sandbox::{Answer, CALL_LIMIT_SECONDS, Failure, Sandbox, Streams};
 pub use shared::{Follower, Shared};
 pub use terminal::Terminal;
 

@@ -1,5 +1,6 @@
 //! A bundle's `config.json`: a small one, and a change to it.
 
+use cube_tests::{place, small};
 use serde_json::{Map, Value, json};
 
 /// What is wanted of cube.
@@ -142,48 +143,6 @@ mounted() { for p; do sed -nE "s,^[0-9]+ [0-9]+ [^ ]+ [^ ]+ ($p [^ ]+ .*- .*),\1
 group() { for f; do echo "$f: $(cat /sys/fs/cgroup/$f)"; done; }
 "#;
 
-/// What all bundles have in common.
-pub fn small() -> Value {
-    let capabilities = [
-        "CAP_CHOWN",
-        "CAP_DAC_OVERRIDE",
-        "CAP_FSETID",
-        "CAP_FOWNER",
-        "CAP_MKNOD",
-        "CAP_SETGID",
-        "CAP_SETUID",
-        "CAP_SETFCAP",
-        "CAP_SETPCAP",
-        "CAP_NET_BIND_SERVICE",
-        "CAP_SYS_CHROOT",
-        "CAP_KILL",
-    ];
-    let mount = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
-    json!({
-        "ociVersion": "1.1.0",
-        "root": {"path": "@/rootfs"},
-        "process": {
-            "user": {"uid": 0, "gid": 0},
-            "cwd": "/",
-            "env": ["PATH=/bin"],
-            "capabilities": {"bounding": capabilities, "effective": capabilities, "permitted": capabilities},
-        },
-        "mounts": [
-            mount("/proc", "proc", &["nosuid", "noexec", "nodev"]),
-            mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-            mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]),
-            mount("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
-            mount("/sys/fs/cgroup", "cgroup", &["nosuid", "noexec", "nodev", "relatime", "ro"]),
-        ],
-        "linux": {
-            "namespaces": [
-                {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "network"}, {"type": "cgroup"},
-            ],
-            "resources": {"devices": [{"allow": false, "access": "rwm"}]},
-        },
-    })
-}
-
 /// RFC 7396, and `+`.
 fn merge(target: &mut Value, change: &Value) {
     let Value::Object(change) = change else {
@@ -208,15 +167,6 @@ fn merge(target: &mut Value, change: &Value) {
         } else {
             merge(target.entry(key).or_insert(Value::Null), value);
         }
-    }
-}
-
-fn place(value: &mut Value, directory: &str) {
-    match value {
-        Value::String(text) => *text = text.replace("@/", &format!("{directory}/")),
-        Value::Array(list) => list.iter_mut().for_each(|v| place(v, directory)),
-        Value::Object(map) => map.values_mut().for_each(|v| place(v, directory)),
-        _ => {}
     }
 }
 

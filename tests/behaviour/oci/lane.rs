@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,14 +10,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use cube_tests::*;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::bundle::{Case, small};
-use crate::sandbox::Sandbox;
+use crate::bundle::Case;
+use crate::sandbox::play;
 use crate::tell;
 
 /// No bundle takes longer; one that hangs ends with 124.
-pub const LIMIT_SECONDS: i64 = 240;
+const LIMIT_SECONDS: i64 = CALL_LIMIT_SECONDS;
 
 /// What became of a bundle.
 #[derive(Debug, PartialEq, Eq)]
@@ -135,14 +134,14 @@ impl Lane {
             Runtime::Cube(_) if case.alone => {
                 write(&id);
                 match Sandbox::start(&bundle.0, &id) {
-                    Ok(sandbox) => sandbox.play(case, &bundle.0, &id),
+                    Ok(sandbox) => play(&sandbox, case, &bundle.0, &id),
                     Err(failure) => failure.into(),
                 }
             }
             Runtime::Cube(leader) => {
                 let sandbox = Arc::clone(&leader.lock().unwrap());
                 write(sandbox.id());
-                let outcome = sandbox.play(case, &bundle.0, &id);
+                let outcome = play(&sandbox, case, &bundle.0, &id);
                 if sandbox.has_ended() {
                     tell(&format!(
                         "oci: the machine has ended at {}: {outcome}",
@@ -181,17 +180,17 @@ fn common_dir() -> TestDir {
 /// A sandbox whose container sleeps, for the others to be in.
 fn start_leader(dir: &TestDir) -> Sandbox {
     let id = unique("o");
-    let bundle = dir.path().join(&id);
-    fs::create_dir(&bundle).unwrap();
-    make_root(&bundle.join("rootfs"), Some(&dir.path().join(COMMON)));
-    let mut config = small();
-    config["process"]["args"] = json!(["sleep", "100000"]);
-    config["root"]["path"] = json!(bundle.join("rootfs"));
-    // A machine with two processors, for the bundles that name them.
-    config["linux"]["resources"]["cpu"] = json!({"quota": 200_000, "period": 100_000});
-    write_config(&bundle.join("config.json"), config, &id, &id);
-    let sandbox = Sandbox::start(&bundle, &id)
-        .and_then(|sandbox| sandbox.launch(&bundle, &id, false).map(|()| sandbox));
+    let common = dir.path().join(COMMON);
+    let bundle = make_bundle(dir.path(), &id, &id, Some(&common), |config| {
+        config["process"]["args"] = json!(["sleep", "100000"]);
+        // A machine with two processors, for the bundles that name them.
+        config["linux"]["resources"]["cpu"] = json!({"quota": 200_000, "period": 100_000});
+    });
+    let sandbox = Sandbox::start(&bundle, &id).and_then(|sandbox| {
+        sandbox
+            .launch(&bundle, &id, &Streams::default())
+            .map(|_| sandbox)
+    });
     sandbox.map_err(Outcome::from).unwrap()
 }
 
@@ -280,16 +279,6 @@ fn output(command: &Command) -> Ended {
     Ended::from(limited.output().unwrap())
 }
 
-fn write_config(path: &Path, mut config: Value, group: &str, id: &str) {
-    config["annotations"]["io.containerd.runc.v2.group"] = json!(group);
-    // Without one runc would make it below its own cgroup, which has processes.
-    let linux = &mut config["linux"];
-    if linux.get("cgroupsPath").is_none() {
-        linux["cgroupsPath"] = json!(format!("/corpus/{id}"));
-    }
-    fs::write(path, config.to_string()).unwrap();
-}
-
 /// A case's directory, with a root file system of its own.
 struct Bundle(PathBuf);
 
@@ -323,47 +312,4 @@ impl Drop for Bundle {
         }
         let _ = fs::remove_dir_all(&self.0);
     }
-}
-
-/// What the bundles call of busybox: with all of it, making and removing root file systems takes longer than their containers.
-const PROGRAMS: [&str; 47] = [
-    "[", "awk", "cat", "chmod", "chown", "cp", "cut", "echo", "env", "false", "find", "grep",
-    "head", "hostname", "id", "ionice", "ln", "ls", "mkdir", "mkfifo", "mknod", "mount", "mv",
-    "nice", "printf", "ps", "pwd", "readlink", "rm", "rmdir", "sed", "sh", "sleep", "sort", "stat",
-    "stty", "sync", "tail", "touch", "tr", "true", "truncate", "tty", "umount", "uname", "uptime",
-    "wc",
-];
-
-/// A root file system of busybox alone, of its own or a common one (whose pages the guest's kernel has already), with a few files to mount over, to mask and to look at.
-fn make_root(root: &Path, common: Option<&Path>) {
-    for name in [
-        "bin", "dev", "proc", "sys", "mnt", "tmp", "etc", "home/app", "data/sub", "real", "work",
-    ] {
-        fs::create_dir_all(root.join(name)).unwrap();
-    }
-    let set_mode = |name: &str, mode| {
-        fs::set_permissions(root.join(name), PermissionsExt::from_mode(mode)).unwrap()
-    };
-    set_mode("tmp", 0o1777);
-    let busybox = root.join("bin/busybox");
-    match common {
-        Some(common) => fs::hard_link(common, &busybox).unwrap(),
-        None => drop(fs::copy("/bin/busybox", &busybox).unwrap()),
-    }
-    for name in PROGRAMS {
-        fs::hard_link(&busybox, root.join("bin").join(name)).unwrap();
-    }
-    for (name, text) in [
-        (
-            "etc/passwd",
-            "root:x:0:0::/root:/bin/sh\napp:x:1000:1001::/home/app:/bin/sh\n",
-        ),
-        ("etc/group", "root:x:0:\naudio:x:29:app\napp:x:1001:\n"),
-        ("data/file", "of the root\n"),
-        ("data/sub/file", "below it\n"),
-    ] {
-        fs::write(root.join(name), text).unwrap();
-    }
-    symlink("/real", root.join("link")).unwrap();
-    symlink("../../../../../../real", root.join("data/up")).unwrap();
 }
