@@ -1,4 +1,4 @@
-//! FIFOs whose client goes away, or never comes, and sandboxes that outlive their first container: what no client of
+//! FIFOs whose client is slow, goes away, or never comes, and sandboxes that outlive their first container: what no client of
 //! containerd's does on purpose. So the shim is spoken to without one.
 
 use std::fs::{self, File};
@@ -84,6 +84,99 @@ fn outputs_that_nobody_ever_opens_hold_up_their_writers_but_not_the_containers_e
     }
     sandbox.shut_down().unwrap();
     assert_no_traces_of(&host.id);
+}
+
+/// A line of what the next container writes, in bytes, and how many there are.
+const LINE: usize = 1024;
+const LINES: usize = 8192;
+
+/// Takes the next line, which is to be the one with this number.
+fn take(reader: &mut File, n: usize) {
+    let mut line = [0; LINE];
+    reader.read_exact(&mut line).unwrap();
+    let wanted = format!("{n:0width$}\n", width = LINE - 1);
+    assert_eq!(String::from_utf8_lossy(&line), wanted);
+}
+
+/// How many KiB a file of the container's says that it has written.
+fn written(file: &Path) -> usize {
+    let text = fs::read_to_string(file).unwrap();
+    text.lines().last().map_or(0, |last| last.parse().unwrap())
+}
+
+#[test]
+fn a_slow_reader_gets_all_in_order_and_holds_its_writer_up_and_no_other() {
+    let script = format!(
+        "say() {{ awk -v to=/$1 'BEGIN {{ for (n = 0; n < {LINES}; n++) {{ printf \"%0{width}d\\n\", n; \
+            if (n % 16 == 0) {{ print n >>to; close(to) }} }} }}'; }}; say slow & say fast >&2 & \
+         while read word; do grep MemAvailable: /proc/meminfo >>/memory; done; wait",
+        width = LINE - 1
+    );
+    let host = Host::new(&script);
+    let (said, memory_file) = (host.file("slow"), host.file("memory"));
+    let streams = Streams {
+        stdin: host.fifo("stdin"),
+        stdout: host.fifo("stdout"),
+        stderr: host.fifo("stderr"),
+        ..Streams::default()
+    };
+    let (sandbox, _) = host.launch(&streams);
+    let shim = sandbox.pid().unwrap();
+    let mut slow = File::open(&streams.stdout).unwrap();
+    let mut fast = File::open(&streams.stderr).unwrap();
+    let mut asking = File::options().write(true).open(&streams.stdin).unwrap();
+    let mut answers = Follower::of(&memory_file);
+    // What the shim has, and what the guest has left, in KiB. What the hypervisor has says nothing of it: by and by a
+    // guest's kernel touches all of its memory, however little it needs at a time.
+    let mut memory = || -> (u64, u64) {
+        writeln!(asking, "how much?").unwrap();
+        (kib_of(shim), kib_in(&answers.next_line()))
+    };
+
+    // Both have begun, and this one's reader takes nothing while the other one's gets all.
+    Follower::of(&said).wait_for("64");
+    (0..LINES).for_each(|n| take(&mut fast, n));
+    let mut lead = written(&said);
+    let before = memory();
+    let mut after = before;
+    for n in 0..LINES {
+        take(&mut slow, n);
+        if n % 64 == 0 {
+            lead = lead.max(written(&said).saturating_sub(n));
+        }
+        // The writer is there yet.
+        if n == LINES - 1024 {
+            after = memory();
+        }
+    }
+    let shim_growth = after.0.saturating_sub(before.0);
+    let guest_growth = before.1.saturating_sub(after.1);
+    // Past the test harness, which keeps what a test prints to itself.
+    let _ = writeln!(
+        std::io::stderr(),
+        "streams: a writer leads by {lead} KiB; while 7 MiB come the shim grows by {shim_growth} KiB, \
+         the guest needs {guest_growth} KiB more"
+    );
+    assert!(lead < 1024, "the writer was {lead} KiB ahead");
+    assert!(shim_growth < 1024, "the shim: {shim_growth} KiB");
+    assert!(guest_growth < 2048, "the guest: {guest_growth} KiB");
+    sandbox.close_input(&host.id).unwrap();
+    drop((asking, answers));
+    assert_eq!(sandbox.end(&host.id, "").unwrap(), 0);
+    assert_eq!(slow.read(&mut [0]).unwrap(), 0, "there is more");
+    sandbox.shut_down().unwrap();
+    assert_no_traces_of(&host.id);
+}
+
+/// What a process has in memory, in KiB.
+fn kib_of(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    kib_in(status.lines().find(|l| l.starts_with("VmRSS:")).unwrap())
+}
+
+/// The figure of a line `NAME: FIGURE kB`.
+fn kib_in(line: &str) -> u64 {
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
 #[test]
