@@ -20,7 +20,7 @@ STAGE := $(abspath $(TARGET))/stage
 bindir := $(DESTDIR)$(PREFIX)/bin
 sharedir := $(DESTDIR)$(PREFIX)/share/cube
 
-.PHONY: build setup programs kernel stage run test check unit vm-tests test-more test-contract test-conformance test-crashes bench install uninstall clean help
+.PHONY: build setup programs kernel stage run test check unit vm-tests client-tests test-more test-contract test-conformance test-crashes bench install uninstall clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -60,7 +60,7 @@ stage: build
 run: stage
 	@tests/demo $(STAGE)
 
-test: check unit vm-tests
+test: check unit vm-tests client-tests
 
 # What needs no virtual machine, the fastest first.
 check: setup
@@ -79,6 +79,12 @@ test-more: stage
 
 test-contract: stage test-conformance
 	@CUBE_TEST_TIMEOUT=14400 tests/run-all $(STAGE) contract
+
+# Those of containerd's own client tests that are about tasks; test-conformance has all.
+CLIENT_TESTS := Container(Start|Output|Exec|Pids|Kill|KillAll|Wait|CloseIO|Metrics|Attach|ExitedAtSet)|TaskResize|ShortRunningTaskPid
+CLIENT_TESTS := $(CLIENT_TESTS)|DeleteRunningContainer|(Process|Task)ForceDelete|WaitStopped(Task|Process)|ShimDoesNotLeakPipes
+client-tests: stage
+	@tests/conformance/run --prefix $(STAGE) io.containerd.cube.v1 '^Test($(CLIENT_TESTS))$$'
 
 # containerd's own client tests, with cube and with runc; docs/CONFORMANCE.md lists them.
 test-conformance: stage

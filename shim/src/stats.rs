@@ -252,7 +252,10 @@ fn to_v1(stats: &StatsResponse) -> v1::Metrics {
             swap: entry(
                 memory.current.saturating_add(memory.swap_current),
                 limit(memory.max.saturating_add(memory.swap_max)),
-                0,
+                // Exact if nothing was swapped; else what was seen of both together at least.
+                memory
+                    .peak
+                    .max(memory.current.saturating_add(memory.swap_current)),
                 0,
             ),
             kernel: entry(stat("kernel"), NO_LIMIT, 0, 0),
