@@ -444,6 +444,22 @@ mod tests {
         assert_eq!(table.take().unwrap(), (0, "cube-3".into()));
     }
 
+    /// An image of eight sectors.
+    fn image() -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("image");
+        File::create(&image).unwrap().set_len(4096).unwrap();
+        (dir, image)
+    }
+
+    /// The slots of a machine for which a script stands in.
+    fn slots(directory: &Path, script: &str, count: u8) -> Arc<Slots> {
+        let launch = crate::hypervisor::tests::script(directory, script);
+        let events = tokio::sync::mpsc::unbounded_channel().0;
+        let hypervisor = Arc::new(Hypervisor::spawn(launch, events).unwrap());
+        Arc::new(Slots::new(hypervisor, count))
+    }
+
     /// Notes each request and answers that it is done.
     const STAND_IN: &str = r#"#!/usr/bin/perl
 open(my $control, "+<&=", $ARGV[1]) or die; open(my $log, ">", "log") or die;
@@ -456,19 +472,14 @@ while (sysread($control, my $request, 65536)) {
 
     #[tokio::test]
     async fn disks_go_into_free_slots_and_leave_them_when_the_guest_is_done_with_them() {
-        let dir = tempfile::tempdir().unwrap();
-        let image = dir.path().join("image");
-        File::create(&image).unwrap().set_len(4096).unwrap();
+        let (dir, image) = image();
         let disks = |accesses: &[bool]| {
             let open = accesses
                 .iter()
                 .map(|ro| OpenDisk::open(&image, *ro).unwrap());
             open.collect::<Vec<_>>()
         };
-        let launch = crate::hypervisor::tests::script(dir.path(), STAND_IN);
-        let events = tokio::sync::mpsc::unbounded_channel().0;
-        let hypervisor = Arc::new(Hypervisor::spawn(launch, events).unwrap());
-        let slots = Arc::new(Slots::new(hypervisor, 2));
+        let slots = slots(dir.path(), STAND_IN, 2);
 
         let mut both = Disks::attach(&slots, &disks(&[true, false])).unwrap();
         both.ready().await.unwrap();
@@ -534,13 +545,8 @@ while (sysread($control, my $request, 65536)) {
 
     #[tokio::test]
     async fn when_one_disk_is_refused_all_slots_are_free_again() {
-        let dir = tempfile::tempdir().unwrap();
-        let image = dir.path().join("image");
-        File::create(&image).unwrap().set_len(4096).unwrap();
-        let launch = crate::hypervisor::tests::script(dir.path(), REFUSING);
-        let events = tokio::sync::mpsc::unbounded_channel().0;
-        let hypervisor = Arc::new(Hypervisor::spawn(launch, events).unwrap());
-        let slots = Arc::new(Slots::new(hypervisor, 3));
+        let (dir, image) = image();
+        let slots = slots(dir.path(), REFUSING, 3);
         let open = |read_only| OpenDisk::open(&image, read_only).unwrap();
 
         let mut disks = Disks::attach(&slots, &[open(true), open(false), open(true)]).unwrap();

@@ -250,7 +250,9 @@ impl Sandbox {
         };
         if updated.is_err() && binds {
             room.bind_again(id, before);
-            let _ = room.pin(pid);
+            if let Err(e) = room.pin(pid) {
+                log::warn!("After an update of {id} that failed: {e}");
+            }
         }
         updated
     }
