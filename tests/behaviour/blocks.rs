@@ -163,11 +163,9 @@ fn a_read_only_root_on_an_image_cannot_be_written_to() {
 #[test]
 fn containers_of_a_group_take_slots_give_them_back_and_are_told_when_there_are_none() {
     let first = on_blockfile().setting("spare_disks", "1");
-    let group = format!("io.containerd.runc.v2.group={}", first.id);
-    let first = first
-        .option("--annotation", &group)
-        .start(&["sleep", "1000"]);
-    let member = || on_blockfile().option("--annotation", &group);
+    let group = first.id.clone();
+    let first = first.in_group(&group).start(&["sleep", "1000"]);
+    let member = || on_blockfile().in_group(&group);
     // One after the other in the one spare slot, each with its own files.
     for n in 0..3 {
         let script = format!("ls /mark 2>/dev/null; echo {n} > /mark; cat /mark");

@@ -22,8 +22,8 @@ fn a_line_that_is_piped_to_an_exec_comes_back() {
 #[test]
 fn a_process_left_in_a_shared_pid_namespace_ends_with_its_container() {
     let first = Container::new();
-    let annotation = format!("io.containerd.runc.v2.group={}", first.id);
-    let in_group = |container: Container| container.option("--annotation", &annotation);
+    let group = first.id.clone();
+    let in_group = |container: Container| container.in_group(&group);
     let pod = in_group(first).start(&["sleep", "1000"]);
     let shared = format!("pid:/proc/{}/ns/pid", pod.pid());
     let container = in_group(Container::new().option("--with-ns", &shared));

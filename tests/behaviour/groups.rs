@@ -5,14 +5,8 @@ use std::process::Command;
 
 use cube_tests::*;
 
-/// A container of the group, which bears the name of its first member.
-fn member(group: &str, container: Container) -> Container {
-    let annotation = format!("io.containerd.runc.v2.group={group}");
-    container.option("--annotation", &annotation)
-}
-
 fn sleeper(group: &str) -> Running {
-    member(group, Container::new()).start(&["sleep", "1000"])
+    Container::new().in_group(group).start(&["sleep", "1000"])
 }
 
 /// How many machines of this sandbox there are: the hypervisor's directory is the sandbox's.
@@ -32,7 +26,7 @@ fn machines_of(group: &str) -> usize {
 fn containers_of_a_group_share_a_machine_and_come_and_go_in_any_order() {
     let first = Container::new();
     let group = first.id.clone();
-    let first = member(&group, first).start(&["sleep", "1000"]);
+    let first = first.in_group(&group).start(&["sleep", "1000"]);
     let second = sleeper(&group);
     assert_eq!(first.pid(), second.pid());
     assert_eq!(machines_of(&group), 1);
@@ -43,7 +37,7 @@ fn containers_of_a_group_share_a_machine_and_come_and_go_in_any_order() {
     assert_eq!(processes.matches("sleep 1000").count(), 1, "{processes}");
 
     // One ends by itself while the others run, and with its own status.
-    let third = member(&group, Container::new());
+    let third = Container::new().in_group(&group);
     assert_eq!(third.run(&["sh", "-c", "exit 7"]).status, 7);
 
     // One is started again: a new task of the same container, with the files that it had.
@@ -84,7 +78,7 @@ fn containers_of_a_group_share_a_machine_and_come_and_go_in_any_order() {
 fn a_machine_that_dies_ends_every_container_of_its_group() {
     let first = Container::new();
     let group = first.id.clone();
-    let first = member(&group, first).start(&["sleep", "1000"]);
+    let first = first.in_group(&group).start(&["sleep", "1000"]);
     let second = sleeper(&group);
     let pid = first.pid().to_string();
     let mut waiters = [first.attach(), second.attach()];

@@ -195,9 +195,10 @@ fn a_paused_container_stands_still_and_goes_on() {
     };
     let start =
         |container: Container, name: &str| shared.of(container).start(&["sh", "-c", &beat(name)]);
-    let clock = start(Container::new(), "clock");
-    let group = format!("io.containerd.runc.v2.group={}", clock.id);
-    let running = start(Container::new().option("--annotation", &group), "paused");
+    let first = Container::new();
+    let group = first.id.clone();
+    let _clock = start(first.in_group(&group), "clock");
+    let running = start(Container::new().in_group(&group), "paused");
     let mut beats = Follower::of(&file);
     beats.wait_for("10");
 

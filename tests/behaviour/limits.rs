@@ -4,12 +4,6 @@ use std::fs;
 
 use cube_tests::*;
 
-/// A container of the group, which bears the name of its first member.
-fn member(group: &str, container: Container) -> Container {
-    let annotation = format!("io.containerd.runc.v2.group={group}");
-    container.option("--annotation", &annotation)
-}
-
 /// The host's processors that the thread of a vCPU may run on, as the kernel lists them.
 fn processors_of(hypervisor: u32, vcpu: usize) -> String {
     let threads = fs::read_dir(format!("/proc/{hypervisor}/task")).unwrap();
@@ -44,11 +38,13 @@ fn a_container_that_is_bound_to_processors_of_the_host_has_vcpus_that_run_there(
     // In a machine that others share they are bound as long as the container is there.
     let first = Container::new().option("--cpus", "2");
     let group = first.id.clone();
-    let first = member(&group, first).start(&["sleep", "1000"]);
+    let first = first.in_group(&group).start(&["sleep", "1000"]);
     assert_eq!(first.exec(&["nproc"]).success(), "2\n");
     let free = processors_of(first.pid(), 1);
     assert_ne!(free, last);
-    let second = member(&group, bound(Container::new())).start(&["sleep", "1000"]);
+    let second = bound(Container::new())
+        .in_group(&group)
+        .start(&["sleep", "1000"]);
     assert_eq!(second.exec(&["nproc"]).success(), "1\n");
     let threads = [0, 1].map(|vcpu| processors_of(first.pid(), vcpu));
     let bound: Vec<_> = threads.iter().filter(|cpus| **cpus == last).collect();
@@ -79,9 +75,12 @@ fn processors_that_the_host_does_not_have_are_refused_by_number() {
 fn a_limit_beyond_the_machine_of_the_group_is_refused_and_one_within_it_is_not() {
     let first = Container::new().option("--memory-limit", &(96 << 20).to_string());
     let group = first.id.clone();
-    let first = member(&group, first).start(&["sleep", "1000"]);
+    let first = first.in_group(&group).start(&["sleep", "1000"]);
     let join = |option: &str, value: &str| {
-        member(&group, Container::new().option(option, value)).run(&["true"])
+        Container::new()
+            .option(option, value)
+            .in_group(&group)
+            .run(&["true"])
     };
     for (option, value, words) in [
         (

@@ -74,17 +74,15 @@ fn sockets_and_fifos_that_containers_make_in_a_volume_work_between_them() {
     let dir = TestDir::new();
     let mount = bind(dir.path(), "/shared", "rbind:rw");
     let server = with(&mount).image(DEBIAN);
-    let group = format!("io.containerd.runc.v2.group={}", server.id);
+    let group = server.id.clone();
     let program = "import os,socket
 s=socket.socket(socket.AF_UNIX); s.bind('/shared/s'); s.listen(); os.mkfifo('/shared/f')
 c=s.accept()[0]; c.send(b'by the socket'); open('/shared/f','w').write('by the fifo')";
-    let server = server
-        .option("--annotation", &group)
-        .start(&["python3", "-c", program]);
+    let server = server.in_group(&group).start(&["python3", "-c", program]);
     let program = "import os,socket,time
 while not os.path.exists('/shared/f'): time.sleep(0.1)
 s=socket.socket(socket.AF_UNIX); s.connect('/shared/s'); print(s.recv(99).decode()); print(open('/shared/f').read())";
-    let client = with(&mount).image(DEBIAN).option("--annotation", &group);
+    let client = with(&mount).image(DEBIAN).in_group(&group);
     let text = client.run(&["python3", "-c", program]).success();
     assert_eq!(text, "by the socket\nby the fifo\n");
     drop(server);

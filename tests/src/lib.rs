@@ -193,6 +193,12 @@ impl Container {
         self
     }
 
+    /// In the sandbox of this name, which is that of its first container.
+    pub fn in_group(self, group: &str) -> Self {
+        let annotation = format!("io.containerd.runc.v2.group={group}");
+        self.option("--annotation", &annotation)
+    }
+
     /// With another option of `ctr run` that has no value.
     pub fn flag(mut self, name: &str) -> Self {
         self.options.push(name.to_owned());
