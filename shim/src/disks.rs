@@ -326,6 +326,11 @@ pub struct Disks {
 }
 
 impl Disks {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.attached.is_empty()
+    }
+
     /// Attaches disks in this order.
     pub fn attach(slots: &Arc<Slots>, disks: &[OpenDisk]) -> Result<Self, DiskError> {
         slots.table().must_have(disks.len())?;

@@ -225,6 +225,7 @@ impl Sandbox {
 
     /// Changes a container's limits to those of `resources`, an OCI `LinuxResources` object.
     pub async fn update(&self, id: &str, resources: Vec<u8>) -> Result<(), TaskError> {
+        self.tasks.check_update(id)?;
         let room = {
             let machine = self.machine.lock().await;
             machine
@@ -522,7 +523,7 @@ fn prepare(
     }
     for (n, volume) in guest_spec.volumes.iter().enumerate() {
         let target = volumes.join(n.to_string());
-        // Nothing can join a sandbox that is one container's own.
+        // A container that names no group has its volumes for itself, also if others name it as theirs.
         if spec.group().is_some() {
             let bound = common.bind(volume, &shared.join(VOLUMES));
             let bound = bound.map_err(create_failed)?;
@@ -547,6 +548,7 @@ fn prepare(
     }
     Ok(NewContainer {
         reservation,
+        is_own_sandbox: spec.group().is_none(),
         hooks: hooks.clone(),
         spec: guest_spec.json,
         rootfs: rootfs_in_guest,

@@ -164,7 +164,7 @@ impl Containers {
         lock(&self.all).remove(&container.id);
     }
 
-    /// Starts another process in a running container. Returns its PID.
+    /// Starts another process in a container that runs, or is to be started. Returns its PID.
     pub async fn exec(&self, request: agent::ExecRequest) -> Result<u32> {
         let container = self.find(&request.container_id)?;
         let _making = container.making.read().await;
@@ -179,7 +179,9 @@ impl Containers {
             if inner.execs.contains_key(&request.exec_id) {
                 return Err(ContainerError::Exists("exec", request.exec_id));
             }
-            let (Some(init), Phase::Running) = (inner.init.clone(), inner.phase) else {
+            // The namespaces of an init that waits for its start are there already.
+            let (Some(init), Phase::Created | Phase::Running) = (inner.init.clone(), inner.phase)
+            else {
                 return Err(container.wrong_state("exec in", inner.phase));
             };
             inner.execs.insert(request.exec_id.clone(), None);

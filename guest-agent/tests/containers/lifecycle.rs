@@ -249,6 +249,40 @@ pub async fn exec_exit_first(agent: Agent) {
     }
 }
 
+pub async fn exec_before_start(agent: Agent) {
+    for starts in [true, false] {
+        let init = spec(&["sh", "-c", "read line </fifo; exit 4"]);
+        agent.create("c", &init, &agent.no_streams()).await.unwrap();
+        let (status, text) = agent
+            .exec_collect(
+                "c",
+                "e",
+                &exec_process(&["sh", "-c", "mkfifo /fifo; echo made"]),
+            )
+            .await;
+        assert_eq!((status, text.as_str()), (0, "made\n"));
+        agent.delete("c", "e").await.unwrap();
+        let sleep = exec_process(&["sleep", "1000"]);
+        agent
+            .exec("c", "stays", &sleep, &agent.no_streams())
+            .await
+            .unwrap();
+        if starts {
+            agent.start("c").await.unwrap();
+            let tell = exec_process(&["sh", "-c", "echo go >/fifo"]);
+            assert_eq!(agent.exec_collect("c", "e", &tell).await.0, 0);
+            assert_eq!(agent.wait("c", "").await.unwrap(), 4);
+            assert_eq!(agent.delete("c", "stays").await.unwrap(), 137);
+            assert_eq!(agent.delete("c", "").await.unwrap(), 4);
+        } else {
+            let stays = agent.wait("c", "stays");
+            let (stayed, deleted) = tokio::join!(stays, agent.delete("c", ""));
+            assert_eq!((stayed.unwrap(), deleted.unwrap()), (137, 137));
+        }
+        agent.remove_file("fifo");
+    }
+}
+
 pub async fn pause(agent: Agent) {
     let io = agent.streams(false);
     agent.create("p", &spec(&["cat"]), &io).await.unwrap();
@@ -346,10 +380,6 @@ pub async fn wrong_calls(agent: Agent) {
         .await
         .unwrap_err();
     assert_eq!(code, Code::ALREADY_EXISTS);
-    let exec = agent
-        .exec("x", "e", &exec_process(&["true"]), &agent.no_streams())
-        .await;
-    assert_eq!(exec.unwrap_err().0, Code::FAILED_PRECONDITION);
     agent.start("x").await.unwrap();
     assert_eq!(
         agent.start("x").await.unwrap_err().0,
@@ -365,7 +395,13 @@ pub async fn wrong_calls(agent: Agent) {
         agent.signal("x", "", 99, false).await.unwrap_err().0,
         Code::INVALID_ARGUMENT
     );
-    agent.end("x").await;
+    agent.signal("x", "", 9, false).await.unwrap();
+    assert_eq!(agent.wait("x", "").await.unwrap(), 137);
+    let exec = agent
+        .exec("x", "e", &exec_process(&["true"]), &agent.no_streams())
+        .await;
+    assert_eq!(exec.unwrap_err().0, Code::FAILED_PRECONDITION);
+    agent.delete("x", "").await.unwrap();
 }
 
 pub async fn many(agent: Agent) {

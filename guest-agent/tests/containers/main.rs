@@ -25,7 +25,7 @@ macro_rules! tests {
 }
 
 /// In a guest, or without KVM on this machine.
-const TESTS: [rig::Test; 25] = tests![
+const TESTS: [rig::Test; 26] = tests![
     a_container_says_hello_and_exits_with_its_code = lifecycle::hello,
     signals_end_a_container_with_128_and_the_number = lifecycle::signals,
     a_missing_program_fails_in_create_in_runcs_words = lifecycle::missing_program,
@@ -39,6 +39,7 @@ const TESTS: [rig::Test; 25] = tests![
     an_exec_with_a_background_child_ends_and_its_output_with_delete = streams::background,
     what_init_leaves_behind_ends_with_it = lifecycle::leftovers,
     an_execs_exit_comes_before_its_containers = lifecycle::exec_exit_first,
+    a_container_takes_execs_before_its_start = lifecycle::exec_before_start,
     a_terminal_has_size_owner_and_job_control = streams::terminal,
     pause_stops_and_resume_goes_on = lifecycle::pause,
     processes_and_figures_are_those_of_the_container = lifecycle::figures,

@@ -19,9 +19,10 @@ use containerd_shim_protos::events::task::{
     TaskStart,
 };
 use protobuf::MessageField;
+use tokio::sync::watch;
 
 use crate::publisher::{Event, Publisher, timestamp};
-use crate::stdio::{Relays, Uris};
+use crate::stdio::{OutputNews, Relays, Uris};
 use crate::task_error::TaskError;
 pub use process::{Exit, PendingExec, Phase, Process, Start};
 
@@ -37,6 +38,10 @@ pub struct Container {
     /// The init's exit, held back until the execs' exits have come: the agent ends them before it
     /// tells of the init's, but its answers may be taken in another order.
     init_exit: Option<Exit>,
+    /// Whether it is held back for its machine's end, too.
+    held: bool,
+    /// Told when something of a process has come to an end: its start, itself, its delete.
+    settled: watch::Sender<()>,
     /// How many OOM kills were told of.
     oom_kills: u64,
     publisher: Publisher,
@@ -64,6 +69,8 @@ impl Container {
             init,
             execs: BTreeMap::new(),
             init_exit: None,
+            held: false,
+            settled: watch::Sender::new(()),
             oom_kills: 0,
             publisher,
         }
@@ -205,6 +212,7 @@ impl Container {
         if let Some(exit) = early_exit {
             self.exited(exec, exit);
         }
+        self.settled.send_replace(());
         pending
     }
 
@@ -221,6 +229,7 @@ impl Container {
             if let Some(exit) = process.early_exit.take() {
                 self.exited(exec, exit);
             }
+            self.settled.send_replace(());
             return;
         }
         process.phase = Phase::Stopped;
@@ -252,6 +261,41 @@ impl Container {
         self.settle_init();
     }
 
+    /// Holds the init's exit back, when it comes, until [`Self::tell_exit`].
+    pub fn hold_exit(&mut self) {
+        self.held = true;
+    }
+
+    /// The init's exit may be told.
+    pub fn tell_exit(&mut self) {
+        self.held = false;
+        self.settle_init();
+    }
+
+    /// Told when something of a process has come to an end: its start, itself, its delete.
+    pub fn settled(&self) -> watch::Receiver<()> {
+        self.settled.subscribe()
+    }
+
+    /// Whether nothing of it is on its way, but for its init's exit.
+    pub fn is_quiet(&self) -> bool {
+        let is_busy = |exec: &Process| exec.is_active() || exec.deleting;
+        !self.init.starting && !self.init.deleting && !self.execs.values().any(is_busy)
+    }
+
+    /// Whether a delete of it is on its way.
+    pub fn is_being_deleted(&self) -> bool {
+        self.init.deleting
+    }
+
+    /// News of the output of all its processes.
+    pub fn output(&self) -> Vec<OutputNews> {
+        std::iter::once(&self.init)
+            .chain(self.execs.values())
+            .filter_map(|process| Some(process.relays.as_ref()?.news()))
+            .collect()
+    }
+
     /// How many OOM kills were told of.
     pub fn oom_kills(&self) -> u64 {
         self.oom_kills
@@ -273,7 +317,8 @@ impl Container {
 
     /// Ends the init once no exec is left.
     fn settle_init(&mut self) {
-        if self.execs.values().any(Process::is_active) {
+        self.settled.send_replace(());
+        if self.held || self.execs.values().any(Process::is_active) {
             return;
         }
         if let Some(exit) = self.init_exit.take() {
@@ -337,11 +382,14 @@ impl Container {
         if let Ok(process) = self.process_mut(exec) {
             process.deleting = false;
         }
+        self.settled.send_replace(());
     }
 
     /// Forgets an exec.
     pub fn remove_exec(&mut self, exec: &str) -> Option<Process> {
-        self.execs.remove(exec)
+        let removed = self.execs.remove(exec);
+        self.settled.send_replace(());
+        removed
     }
 
     /// The init is deleted in the guest: publishes its exit, if it was never seen, and the delete.
@@ -358,6 +406,7 @@ impl Container {
             }
         }
         self.init.starting = false;
+        self.held = false;
         self.exited("", exit);
         let exit = self.init.exit().unwrap_or(exit);
         self.publisher.publish(Event::Delete(TaskDelete {

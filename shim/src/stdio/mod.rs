@@ -16,9 +16,9 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, copy_buf};
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, timeout_at};
 
 use logger::Logger;
 use streaming::Stream;
@@ -81,12 +81,30 @@ impl HostStdio {
 /// The running relays of one process.
 pub struct Relays {
     outputs: Vec<JoinHandle<()>>,
-    /// Told of each piece of output that was taken.
-    moves: Arc<Notify>,
+    news: OutputNews,
     input: Option<JoinHandle<()>>,
     /// Keeps the standard input from ending when a client goes away, until CloseIO.
     stdin_keeper: Option<Keeper>,
     logger: Option<Logger>,
+}
+
+/// News of a process's output: a change for each piece that was taken, and the end with the last of its outputs.
+#[derive(Clone)]
+pub struct OutputNews(watch::Receiver<()>);
+
+impl OutputNews {
+    /// Waits until all output was taken. False if nothing of it was for `limit`, or not all within `most`.
+    pub async fn all_taken(mut self, limit: Duration, most: Duration) -> bool {
+        let last = Instant::now() + most;
+        loop {
+            // A client may take one stream after the other: both have time while either moves.
+            match timeout_at(last.min(Instant::now() + limit), self.0.changed()).await {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) => return true,
+                Err(_) => return false,
+            }
+        }
+    }
 }
 
 /// What a standard input goes on by. Dropping it lets it end.
@@ -98,7 +116,8 @@ enum Keeper {
 impl Relays {
     /// Starts to copy. A stream that only one side has is closed.
     pub fn start(host: HostStdio, guest: GuestStdio) -> Self {
-        let (mut outputs, moves) = (Vec::new(), Arc::new(Notify::new()));
+        let (moves, news) = watch::channel(());
+        let (mut outputs, moves) = (Vec::new(), Arc::new(moves));
         for (target, stream) in [(host.stdout, guest.stdout), (host.stderr, guest.stderr)] {
             if let (Some(target), Some(stream)) = (target, stream) {
                 let relay = relay_output(stream, target, moves.clone());
@@ -121,7 +140,7 @@ impl Relays {
         }
         Self {
             outputs,
-            moves,
+            news: OutputNews(news),
             input,
             stdin_keeper,
             logger: host.logger,
@@ -134,6 +153,11 @@ impl Relays {
         self.stdin_keeper = None;
     }
 
+    /// News of the output.
+    pub fn news(&self) -> OutputNews {
+        self.news.clone()
+    }
+
     /// The process is gone: passes on what it still has written and closes everything. Output of
     /// which nobody has taken anything for `limit` is given up, since a client may never open its
     /// FIFO. A client that is only slow gets all that it takes within `most`.
@@ -142,22 +166,10 @@ impl Relays {
         if let Some(input) = self.input.take() {
             input.abort();
         }
-        // A client may take one stream after the other: both have time while either moves.
-        let last = Instant::now() + most;
-        let next_deadline = || last.min(Instant::now() + limit);
-        let mut deadline = next_deadline();
-        for mut output in self.outputs.drain(..) {
-            loop {
-                tokio::select! {
-                    biased;
-                    _ = &mut output => break,
-                    () = self.moves.notified() => deadline = next_deadline(),
-                    () = sleep_until(deadline) => {
-                        log::warn!("Output of a process was given up: nobody reads it, or too slowly");
-                        output.abort();
-                        break;
-                    }
-                }
+        if !self.news.all_taken(limit, most).await {
+            log::warn!("Output of a process was given up: nobody reads it, or too slowly");
+            for output in &self.outputs {
+                output.abort();
             }
         }
         if let Some(logger) = self.logger.take() {
@@ -167,7 +179,7 @@ impl Relays {
 }
 
 /// Copies what the process writes to `target`, and tells `moves` of each piece that was taken.
-async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<Notify>) {
+async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<watch::Sender<()>>) {
     let mut reader = BufReader::with_capacity(CHUNK, stream);
     let copied: io::Result<()> = async {
         loop {
@@ -180,7 +192,7 @@ async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<Notify>
                 return Err(io::ErrorKind::WriteZero.into());
             }
             reader.consume(taken);
-            moves.notify_one();
+            moves.send_replace(());
         }
     }
     .await;
@@ -190,6 +202,9 @@ async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<Notify>
     if let Err(e) = target.finish().await {
         log::debug!("Cannot close a standard output: {e}");
     }
+    // Its reader sees the end before anybody hears that all was taken.
+    drop(target);
+    drop(moves);
 }
 
 /// Copies what the client writes to the process's standard input. A process that does not read,

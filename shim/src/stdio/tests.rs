@@ -184,18 +184,17 @@ async fn draining_waits_for_a_slow_reader_longer_than_its_limit() {
 #[tokio::test(start_paused = true)]
 async fn draining_ends_although_a_reader_takes_a_little_again_and_again() {
     let (stdout, mut process) = stream();
-    let moves = Arc::new(Notify::new());
-    let told = moves.clone();
+    let (moves, news) = watch::channel(());
     let output = tokio::spawn(async move {
         let _stream = stdout;
         loop {
             tokio::time::sleep(Duration::from_millis(1900)).await;
-            told.notify_one();
+            moves.send_replace(());
         }
     });
     let relays = Relays {
         outputs: vec![output],
-        moves,
+        news: OutputNews(news),
         input: None,
         stdin_keeper: None,
         logger: None,

@@ -126,6 +126,11 @@ impl Tasks {
         })
     }
 
+    /// Whether a container's limits can be changed.
+    pub fn check_update(&self, id: &str) -> Result<(), TaskError> {
+        self.with(id, |entry| entry.container.check_update())
+    }
+
     /// Changes a container's limits to those of `resources`, an OCI `LinuxResources` object.
     pub async fn update(&self, id: &str, resources: Vec<u8>) -> Result<(), TaskError> {
         let guest = self.with(id, |entry| {
@@ -145,7 +150,12 @@ impl Tasks {
 
     /// The figures of a container's cgroup.
     pub async fn stats(&self, id: &str) -> Result<StatsResponse, TaskError> {
-        let guest = self.guest(id)?;
+        let (guest, last) = self.with(id, |entry| {
+            Ok((entry.guest.clone(), entry.last_figures.clone()))
+        })?;
+        if let Some(figures) = last {
+            return Ok(figures);
+        }
         let request = container_request(id);
         Ok(guest
             .call(|agent| agent.stats(Context::default(), &request))

@@ -49,10 +49,14 @@ impl Tasks {
                     Exit::killed()
                 }
             };
+            let held = exec.is_empty() && tasks.hold_exit(&id);
             let _ = tasks.with(&id, |entry| {
                 entry.container.exited(&exec, exit);
                 Ok(())
             });
+            if held {
+                tasks.release(&id, &guest).await;
+            }
         });
     }
 

@@ -5,6 +5,7 @@
 
 mod control;
 mod end;
+mod release;
 mod start;
 
 pub use start::given_up;
@@ -16,7 +17,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use containerd_shim_protos::api::{ProcessInfo, StateResponse, Status};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use containerd_shim_protos::shim::oci::ProcessDetails;
-use cube_agent_protocol::agent::{BlockDevice, ContainerRequest, ProcessRequest, RootfsMount};
+use cube_agent_protocol::agent::{
+    BlockDevice, ContainerRequest, ProcessRequest, RootfsMount, StatsResponse,
+};
 use protobuf::well_known_types::any::Any;
 use protobuf::{EnumOrUnknown, Message, MessageField};
 use tokio::sync::watch;
@@ -51,6 +54,8 @@ pub struct NewContainer {
     pub uris: Uris,
     /// The terminal's first size.
     pub console_size: (u32, u32),
+    /// Whether its sandbox was made for it alone: it names no group.
+    pub is_own_sandbox: bool,
     /// What the host runs at points of its life.
     pub hooks: Arc<Hooks>,
     /// What removes its mounts and directories from the host.
@@ -74,6 +79,11 @@ struct Entry {
     disks: Disks,
     undo: Undo,
     killed: Killed,
+    is_own_sandbox: bool,
+    /// Whether its machine has ended with it.
+    released: bool,
+    /// Its figures of then.
+    last_figures: Option<StatsResponse>,
 }
 
 /// What became of SIGKILL to a container's init.
@@ -214,6 +224,11 @@ impl Tasks {
         let mut table = self.lock();
         if table.entries.contains_key(id) || table.reserved.contains_key(id) {
             return Err(TaskError::AlreadyExists(format!("container {id}")));
+        }
+        if let Some(ended) = table.released() {
+            return Err(TaskError::FailedPrecondition(format!(
+                "the sandbox's machine has ended with its container {ended}: delete that first"
+            )));
         }
         let (sender, unwanted) = watch::channel(false);
         table.reserved.insert(id.to_owned(), sender);

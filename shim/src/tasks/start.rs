@@ -118,6 +118,9 @@ impl Tasks {
             disks: take(disks),
             undo: take(&mut new.undo),
             killed: Killed::No,
+            is_own_sandbox: new.is_own_sandbox,
+            released: false,
+            last_figures: None,
         };
         table.entries.insert(id.clone(), entry);
         let event = take(&mut new.event);

@@ -2,6 +2,7 @@
 
 mod contract;
 mod hooks;
+mod release;
 
 use std::collections::{HashMap, VecDeque};
 use std::os::unix::net::UnixListener as StdUnixListener;
@@ -222,6 +223,7 @@ impl Agent for FakeAgent {
     }
 
     async fn stats(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<StatsResponse> {
+        self.answer().await;
         self.0.lock().unwrap().log.push_back("stats".into());
         Ok(StatsResponse::default())
     }
@@ -312,6 +314,7 @@ impl Bench {
             block_devices: Vec::new(),
             disks: Disks::default(),
             console_size: (0, 0),
+            is_own_sandbox: false,
             hooks: Arc::default(),
             undo: Undo::new(),
             event: TaskCreate {

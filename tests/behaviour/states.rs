@@ -1,0 +1,138 @@
+//! Containers that are created and not started yet, and containers that have ended and are not deleted yet.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cube_tests::*;
+use serde_json::json;
+
+/// A bundle whose container runs a shell script, for a sandbox of its own or one that may grow.
+fn bundle(dir: &TestDir, id: &str, group: &str, script: &str) -> PathBuf {
+    make_bundle(dir.path(), id, group, None, |config| {
+        config["process"]["args"] = json!(["sh", "-c", script]);
+    })
+}
+
+fn fifo(dir: &TestDir, name: &str) -> String {
+    let path = dir.path().join(name).display().to_string();
+    let ended = Command::new("mkfifo").arg(&path).output().unwrap();
+    Ended::from(ended).success();
+    path
+}
+
+fn is_there(pid: u32) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}
+
+#[test]
+fn a_container_takes_execs_before_its_start() {
+    for group in ["", "with others"] {
+        let (dir, id) = (TestDir::new(), unique("s"));
+        let bundle = bundle(&dir, &id, group, "read line </fifo; exit 4");
+        let sandbox = Sandbox::start(&bundle, &id).unwrap();
+        sandbox.create(&bundle, &id, &Streams::default()).unwrap();
+        let run = |exec: &str, script: &str| {
+            let process = json!({"args": ["sh", "-c", script], "env": ["PATH=/bin"], "cwd": "/", "user": {"uid": 0, "gid": 0}});
+            sandbox
+                .add_exec(&id, exec, process.to_string(), "")
+                .unwrap();
+            sandbox.begin(&id, exec).unwrap();
+        };
+        run("makes", "mkfifo /fifo; exit 3");
+        assert_eq!(sandbox.end(&id, "makes").unwrap(), 3);
+        run("stays", "exec sleep 1000");
+        sandbox.begin(&id, "").unwrap();
+        run("tells", "echo go >/fifo");
+        assert_eq!(sandbox.wait(&id, "").unwrap(), 4);
+        assert_eq!(sandbox.end(&id, "stays").unwrap(), 137);
+        sandbox.delete(&id, "").unwrap();
+        sandbox.shut_down().unwrap();
+        assert_no_traces_of(&id);
+    }
+}
+
+#[test]
+fn a_container_that_is_deleted_without_a_start_takes_its_execs_along() {
+    let (dir, id) = (TestDir::new(), unique("s"));
+    let bundle = bundle(&dir, &id, "", "exit 4");
+    let sandbox = Sandbox::start(&bundle, &id).unwrap();
+    sandbox.create(&bundle, &id, &Streams::default()).unwrap();
+    let process = json!({"args": ["sleep", "1000"], "env": ["PATH=/bin"], "cwd": "/", "user": {"uid": 0, "gid": 0}});
+    sandbox
+        .add_exec(&id, "stays", process.to_string(), "")
+        .unwrap();
+    sandbox.begin(&id, "stays").unwrap();
+    sandbox.delete(&id, "").unwrap();
+    sandbox.shut_down().unwrap();
+    assert_no_traces_of(&id);
+}
+
+#[test]
+fn a_container_that_has_ended_holds_no_machine_and_answers_as_before() {
+    let events = Events::listen();
+    let container = Container::new().start(&["sleep", "1000"]);
+    let pid = container.pid();
+    assert!(is_there(pid));
+    container.task("kill", &["--signal", "SIGKILL"]).success();
+    let told = events.wait_for("/tasks/exit", &container.id);
+    assert_eq!(told.status(), Some(137));
+    assert!(!is_there(pid), "the hypervisor is there after the exit");
+    let list = must_ctr(&["task", "list"]);
+    let line = list
+        .lines()
+        .find(|line| mentions(line, &container.id))
+        .unwrap();
+    assert!(line.ends_with("STOPPED"), "{line}");
+    let figures = container.task("metrics", &[]).success();
+    assert!(figures.contains("memory"), "{figures}");
+    assert_ne!(container.exec(&["true"]).status, 0);
+    let deleted = container.task("delete", &[]);
+    assert_eq!(deleted.status, 137, "{}", deleted.text());
+    assert_no_traces_of(&container.id);
+}
+
+#[test]
+fn a_machine_ends_once_all_output_was_taken_and_not_before() {
+    // What a FIFO holds, which counts as taken, and more than all on the way holds.
+    for (size, held) in [(60_000, false), (1_000_000, true)] {
+        let (dir, id) = (TestDir::new(), unique("s"));
+        let script = format!("head -c {size} /dev/zero");
+        let bundle = bundle(&dir, &id, "", &script);
+        let streams = Streams {
+            stdout: fifo(&dir, "stdout"),
+            ..Streams::default()
+        };
+        let sandbox = Sandbox::start(&bundle, &id).unwrap();
+        let pid = sandbox.launch(&bundle, &id, &streams).unwrap();
+        let mut reader = File::options()
+            .read(true)
+            .write(true)
+            .open(&streams.stdout)
+            .unwrap();
+        if held {
+            // It cannot end by itself.
+            sandbox.kill(&id).unwrap();
+        }
+        let status = sandbox.wait(&id, "").unwrap();
+        assert_eq!((status, is_there(pid)), (if held { 137 } else { 0 }, held));
+        let mut piece = vec![1; if held { 65536 } else { size }];
+        reader.read_exact(&mut piece).unwrap();
+        assert!(piece.iter().all(|byte| *byte == 0));
+        // Whoever reads on gets all that was written before the end.
+        let mut follower = File::open(&streams.stdout).unwrap();
+        drop(reader);
+        let rest = std::thread::spawn(move || {
+            let mut rest = Vec::new();
+            follower.read_to_end(&mut rest).unwrap();
+            rest.len()
+        });
+        sandbox.delete(&id, "").unwrap();
+        let rest = rest.join().unwrap();
+        assert_eq!(rest > 0, held, "{rest} bytes");
+        let _ = writeln!(std::io::stderr(), "states: {rest} bytes came after the end");
+        sandbox.shut_down().unwrap();
+        assert_no_traces_of(&id);
+    }
+}
