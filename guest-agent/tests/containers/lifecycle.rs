@@ -269,8 +269,12 @@ pub async fn exec_before_start(agent: Agent) {
             .unwrap();
         if starts {
             agent.start("c").await.unwrap();
+            // The init may end, and this with it, before it has.
             let tell = exec_process(&["sh", "-c", "echo go >/fifo"]);
-            assert_eq!(agent.exec_collect("c", "e", &tell).await.0, 0);
+            agent
+                .exec("c", "tells", &tell, &agent.no_streams())
+                .await
+                .unwrap();
             assert_eq!(agent.wait("c", "").await.unwrap(), 4);
             assert_eq!(agent.delete("c", "stays").await.unwrap(), 137);
             assert_eq!(agent.delete("c", "").await.unwrap(), 4);
