@@ -34,6 +34,10 @@ pub const ROOTFS: &str = "rootfs";
 /// The directory in the shared one for all else.
 pub const VOLUMES: &str = "volumes";
 
+/// The directory in that one for what several containers have, beside those of the containers, whose names begin with a
+/// letter or a digit.
+pub const COMMON: &str = ".common";
+
 /// The name of the VM's vsock socket in the sandbox's directory.
 pub const VSOCK: &str = "vsock";
 
@@ -93,8 +97,10 @@ impl StateDir {
             removed
         });
 
-        for name in ["shared", "shared/rootfs", "shared/volumes"] {
-            let directory = path.join(name);
+        let shared = path.join("shared");
+        let (rootfs, volumes) = (shared.join(ROOTFS), shared.join(VOLUMES));
+        let common = volumes.join(COMMON);
+        for directory in [shared, rootfs, volumes, common] {
             DirBuilder::new()
                 .mode(SHARED_MODE)
                 .create(&directory)

@@ -11,9 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::mount::{self, Access, MountError, Volume};
-
-/// The directory for them beside those of the containers, whose names begin with a letter or a digit.
-const DIRECTORY: &str = ".common";
+use crate::state::COMMON;
 
 /// The volumes of one sandbox.
 #[derive(Default)]
@@ -68,12 +66,9 @@ impl Volumes {
         if let Some(bound) = table.bound.get(&key).and_then(Weak::upgrade) {
             return Ok(bound);
         }
-        let directory = directory.join(DIRECTORY);
-        std::fs::create_dir_all(&directory)
-            .map_err(|e| MountError::MountPoint(directory.clone(), e))?;
         table.count += 1;
         let name = table.count.to_string();
-        let point = directory.join(&name);
+        let point = directory.join(COMMON).join(&name);
         volume.bind(&point)?;
         let bound = Arc::new(Bound { point, name });
         table.bound.insert(key, Arc::downgrade(&bound));
@@ -84,7 +79,7 @@ impl Volumes {
 impl Bound {
     /// Makes `link`, in a container's directory of volumes, lead to it.
     pub fn link(&self, link: &Path) -> io::Result<()> {
-        let target = Path::new("..").join(DIRECTORY).join(&self.name);
+        let target = Path::new("..").join(COMMON).join(&self.name);
         std::os::unix::fs::symlink(target, link)
     }
 }
@@ -114,7 +109,12 @@ mod tests {
     fn what_is_bound_in_the_same_way_is_bound_once_until_nobody_has_it() {
         let dir = tempfile::tempdir().unwrap();
         let [source, other, directory] = ["source", "other", "volumes"].map(|n| dir.path().join(n));
-        for made in [&source.join("sub"), &other, &directory.join("web")] {
+        for made in [
+            &source.join("sub"),
+            &other,
+            &directory.join("web"),
+            &directory.join(COMMON),
+        ] {
             std::fs::create_dir_all(made).unwrap();
         }
         let volume = |source: &Path, access| Volume {
@@ -164,7 +164,7 @@ mod tests {
             assert!(!same.point.join("sub/late").exists());
 
             drop((same, later, separate));
-            let left = std::fs::read_dir(directory.join(DIRECTORY)).unwrap();
+            let left = std::fs::read_dir(directory.join(COMMON)).unwrap();
             assert_eq!(left.count(), 0);
             assert!(source.join("file").exists());
             let error = volumes.bind(
