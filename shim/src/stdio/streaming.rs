@@ -155,9 +155,13 @@ impl StreamHandler for OpenStream {
         inner: StreamInner,
     ) -> ttrpc::Result<Option<ttrpc::Response>> {
         let (sender, mut receiver) = ServerStream::<Any, Any>::new(inner).split();
-        let name = receiver
-            .recv()
-            .await?
+        let mut first = receiver.recv().await?;
+        // The request that opens the stream has no message in it. Go's client does not say so, and the server here then
+        // hands on an empty one.
+        if first.as_ref() == Some(&Any::default()) {
+            first = receiver.recv().await?;
+        }
+        let name = first
             .and_then(|any| parse::<StreamInit>(&any, STREAM_INIT))
             .ok_or_else(|| {
                 let message = "a stream begins with its name: invalid argument";
