@@ -68,6 +68,12 @@ impl Follower {
         line.expect("tail has ended").unwrap()
     }
 
+    /// Waits for a line that ends with these words.
+    pub fn wait_for_end_of_line(&mut self, words: &str) {
+        let end = format!(" {words}");
+        while !self.next_line().ends_with(&end) {}
+    }
+
     /// Waits for this line.
     pub fn wait_for(&mut self, line: &str) {
         while self.next_line() != line {}

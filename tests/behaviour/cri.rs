@@ -1,0 +1,400 @@
+//! Pods as Kubernetes has them: containerd's CRI plugin, spoken to by crictl.
+//!
+//! Each test is played by two runtime handlers at a time: with standard streams by FIFOs, and over containerd's own
+//! connections to the shim (`ttrpc+unix://`), of which the CRI plugin is the only client. What happens while
+//! containerd is away is compared with runc too.
+
+#[path = "cri/pod.rs"]
+mod pod;
+#[path = "cri/told.rs"]
+mod told;
+
+use std::fs;
+use std::io::Write;
+use std::process::Stdio;
+
+use cube_tests::{Containerd, Ended, Follower, assert_no_traces_of, runtime};
+use pod::{Output, Pod};
+use serde_json::{Value, json};
+
+/// Runtime handlers of tests/containerd/start.
+const FIFOS: &str = "cube";
+const STREAMS: &str = "cube-streaming";
+const RUNC: &str = "runc";
+
+/// Does the same with each handler at a time.
+fn with_each<T: Send>(handlers: &[&str], test: impl Fn(&str) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let test = &test;
+        let start = |handler: &&str| {
+            let handler = (*handler).to_owned();
+            let run = move || test(&handler);
+            scope.spawn(run)
+        };
+        let running: Vec<_> = handlers.iter().map(start).collect();
+        let mut done = Vec::new();
+        for (thread, handler) in running.into_iter().zip(handlers) {
+            done.push(thread.join().unwrap_or_else(|_| panic!("with {handler}")));
+        }
+        done
+    })
+}
+
+/// Those under test; runc's, to see whether a test is right.
+fn tested() -> Vec<&'static str> {
+    match runtime().as_str() {
+        "io.containerd.runc.v2" => vec![RUNC],
+        _ => vec![FIFOS, STREAMS],
+    }
+}
+
+/// Those under test, and runc's to compare.
+fn compared() -> Vec<&'static str> {
+    let mut handlers = tested();
+    handlers.push(RUNC);
+    handlers.dedup();
+    handlers
+}
+
+/// Stops and removes a pod, of which nothing may be left, and the shim may have had nothing to complain of.
+fn remove(pod: Pod, handler: &str) {
+    let id = pod.id.clone();
+    pod.remove();
+    assert_no_traces_of(&id);
+    let said = Containerd::of_the_tests().log_about(std::slice::from_ref(&id));
+    let complaints: Vec<_> = said
+        .lines()
+        .filter(|line| line.contains("runtime=cube") && !line.contains("level=info"))
+        .collect();
+    assert!(complaints.is_empty(), "{handler}: {complaints:#?}");
+}
+
+/// Lines with a number, a second time with so many digits.
+fn numbered(count: usize, digits: usize) -> String {
+    (1..=count)
+        .map(|n| numbered_line(n, digits) + "\n")
+        .collect()
+}
+
+fn numbered_line(n: usize, digits: usize) -> String {
+    format!("{n} {n:0digits$}")
+}
+
+/// A command that writes the same.
+fn print_numbered(count: usize, digits: usize) -> String {
+    format!("awk 'BEGIN {{ for (n = 1; n <= {count}; n++) printf \"%d %0{digits}d\\n\", n, n }}'")
+}
+
+#[test]
+fn a_log_has_all_lines_in_order_of_either_stream_megabytes_included() {
+    with_each(&tested(), |handler| {
+        let pod = Pod::run(handler);
+        let (out, err) = (print_numbered(3000, 1000), print_numbered(1000, 1000));
+        // The last line is longer than one of a log may be, and has no end.
+        let script = format!(
+            "{out} & {err} >&2; wait; head -c 100000 /dev/zero | tr '\\0' x; echo end >&2; exit 7"
+        );
+        let container = pod.start(&script);
+        assert_eq!(container.wait(), 7);
+        let output = container.output();
+        let last = "x".repeat(100_000);
+        assert!(output.stdout == numbered(3000, 1000) + &last, "stdout");
+        assert!(output.stderr == numbered(1000, 1000) + "end\n", "stderr");
+        remove(pod, handler);
+    });
+}
+
+#[test]
+fn execs_bring_back_output_and_status_and_take_input() {
+    with_each(&tested(), |handler| {
+        let pod = Pod::run(handler);
+        let container = pod.start("exec sleep 1000");
+        // crictl prints one after the other, each with an end of line.
+        let ended = container.exec_sync(&["sh", "-c", "echo out; echo err >&2"]);
+        assert_eq!(ended.success(), "out\n\nerr\n\n");
+        let ended = container.exec_sync(&["sh", "-c", "echo why >&2; exit 3"]);
+        assert!(ended.stderr.contains("exited with 3: why"), "{ended:?}");
+        let output = container.output_of(&["sh", "-c", &print_numbered(2000, 1000)]);
+        assert!(output == numbered(2000, 1000));
+        let ended = container.exec_sync(&["/no/such/program"]);
+        assert!(ended.stderr.contains("no such file"), "{ended:?}");
+
+        let input = numbered(300, 1000);
+        let mut command = container.exec(&["--interactive"], &["cat"]);
+        let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut client = command.spawn().unwrap();
+        let mut stdin = client.stdin.take().unwrap();
+        let text = input.clone();
+        let writer = std::thread::spawn(move || stdin.write_all(text.as_bytes()));
+        let ended = Ended::from(client.wait_with_output().unwrap());
+        writer.join().unwrap().unwrap();
+        assert!(ended.success() == input);
+        let ended = container.exec(&[], &["sh", "-c", "exit 4"]).output();
+        let ended = Ended::from(ended.unwrap());
+        assert!(ended.stderr.contains("exit code 4"), "{ended:?}");
+        remove(pod, handler);
+    });
+}
+
+#[test]
+fn what_is_asked_of_pods_and_containers_is_answered() {
+    with_each(&tested(), |handler| {
+        let pod = Pod::run(handler);
+        let script = "trap 'exit 5' TERM; x=$(head -c 20000000 /dev/zero | tr '\\0' x); echo up; sleep 1000 & wait";
+        let container = pod.start(script);
+        Follower::of(&container.log).wait_for_end_of_line("up");
+        assert_eq!(pod.inspect()["status"]["state"], "SANDBOX_READY");
+        assert_eq!(container.status()["state"], "CONTAINER_RUNNING");
+        let figure = |figures: &Value, path: &str| -> u64 {
+            let value = figures.pointer(path).and_then(|v| v["value"].as_str());
+            let value = value.unwrap_or_else(|| panic!("no {path}: {figures}"));
+            value.parse().unwrap()
+        };
+        let figures = container.stats();
+        assert!(figure(&figures, "/memory/workingSetBytes") > 20_000_000);
+        assert!(figure(&figures, "/cpu/usageCoreNanoSeconds") > 1_000_000);
+        let figures = pod.stats();
+        assert!(figure(&figures, "/linux/cpu/usageCoreNanoSeconds") > 1_000_000);
+        assert_eq!(
+            figures["linux"]["containers"][0]["attributes"]["id"],
+            container.id
+        );
+
+        container.stop(60);
+        let status = container.status();
+        assert_eq!(status["state"], "CONTAINER_EXITED");
+        assert_eq!(
+            (&status["exitCode"], &status["reason"]),
+            (&json!(5), &json!("Error"))
+        );
+        let deaf = pod.start("trap '' TERM; sleep 1000 & wait");
+        deaf.stop(1);
+        assert_eq!(deaf.status()["exitCode"], 137);
+        let done = pod.start("true");
+        assert_eq!(done.wait(), 0);
+        assert_eq!(done.status()["reason"], "Completed");
+        assert_eq!(pod.inspect()["status"]["state"], "SANDBOX_READY");
+        remove(pod, handler);
+    });
+}
+
+#[test]
+fn containers_of_a_pod_share_one_machine_in_which_each_may_be_made_again() {
+    const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+    let machines = with_each(&tested(), |handler| {
+        let pod = Pod::run(handler);
+        let first = pod.start("exec sleep 1000");
+        let second = pod.start("exec sleep 1000");
+        let boot_id = || first.output_of(&["cat", BOOT_ID]);
+        let machine = boot_id();
+        assert_eq!(second.output_of(&["cat", BOOT_ID]), machine);
+        let started = first.status()["startedAt"].clone();
+
+        // As the kubelet does it: a container is never started twice, a new one takes its place.
+        second.stop(0);
+        assert_eq!(second.status()["exitCode"], 137);
+        let again = pod.start(&format!("cat {BOOT_ID}; exec sleep 1000"));
+        Follower::of(&again.log).wait_for_end_of_line(machine.trim());
+        assert_eq!(boot_id(), machine);
+        assert_eq!(first.status()["startedAt"], started);
+        remove(pod, handler);
+        machine
+    });
+    let host = fs::read_to_string(BOOT_ID).unwrap();
+    match &machines[..] {
+        [with_fifos, with_streams] => {
+            assert!(!machines.contains(&host) && with_fifos != with_streams)
+        }
+        with_runc => assert_eq!(with_runc, [host]),
+    }
+}
+
+#[test]
+fn a_pod_that_is_stopped_and_removed_leaves_nothing_of_its_containers_whatever_they_do() {
+    with_each(&tested(), |handler| {
+        let pod = Pod::run(handler);
+        let running = pod.start("exec sleep 1000");
+        let created = pod.create("true", json!({}));
+        let ended = pod.start("exit 1");
+        assert_eq!(ended.wait(), 1);
+        let mut exec = running.exec(&[], &["sh", "-c", "echo up; exec sleep 1000"]);
+        let mut client = exec.stdout(Stdio::piped()).spawn().unwrap();
+        let mut up = [0; 3];
+        std::io::Read::read_exact(client.stdout.as_mut().unwrap(), &mut up).unwrap();
+        let ids = [&running, &created, &ended].map(|container| container.id.clone());
+        remove(pod, handler);
+        assert!(!client.wait().unwrap().success());
+        for id in ids {
+            assert_no_traces_of(&id);
+        }
+    });
+}
+
+#[test]
+fn a_container_has_a_terminal_or_a_standard_input_if_it_asks_for_one() {
+    with_each(&tested(), |handler| {
+        let pod = Pod::run(handler);
+        let script = "test -t 0 && test -t 1 && test -t 2 && echo terminal; echo error >&2; exit 3";
+        let terminal = pod.create(script, json!({"tty": true}));
+        terminal.start();
+        assert_eq!(terminal.wait(), 3);
+        assert_eq!(terminal.output().stdout, "terminal\nerror\n");
+
+        let reader = pod.create("cat; echo end", json!({"stdin": true, "stdin_once": true}));
+        reader.start();
+        let mut command = pod::crictl(&["attach", "--stdin", &reader.id]);
+        let command = command.stdin(Stdio::piped()).stdout(Stdio::null());
+        let mut client = command.spawn().unwrap();
+        let input = numbered(200, 1000);
+        let mut stdin = client.stdin.take().unwrap();
+        stdin.write_all(input.as_bytes()).unwrap();
+        drop(stdin);
+        assert_eq!(reader.wait(), 0);
+        assert!(reader.output().stdout == input + "end\n");
+        client.wait().unwrap();
+        remove(pod, handler);
+    });
+}
+
+/// A containerd that was killed. It comes back when this is dropped.
+struct Away(Containerd);
+
+impl Away {
+    fn of_containerd() -> Self {
+        let containerd = Containerd::of_the_tests();
+        containerd.kill();
+        Self(containerd)
+    }
+}
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        self.0.start_again();
+        told::listen_again();
+    }
+}
+
+/// What the host does in a volume raises no event in the guest, so this asks.
+fn until(name: &str) -> String {
+    format!("until [ -e /host/{name} ]; do usleep 20000; done")
+}
+
+#[test]
+fn what_is_written_while_containerd_is_away_is_in_the_log_when_it_is_back() {
+    const LINES: usize = 300;
+    let lines = |part: usize| format!("seq {} {}", part * LINES + 1, (part + 1) * LINES);
+    let whole = |parts: usize| Output {
+        stdout: (1..=parts * LINES).map(|n| format!("{n}\n")).collect(),
+        stderr: "end\n".to_owned(),
+    };
+    let handlers = compared();
+    let pods = with_each(&handlers, |handler| {
+        let pod = Pod::run(handler);
+        let said = pod.file("said");
+        let (first, second, third) = (lines(0), lines(1), lines(2));
+        let (away, back) = (until("away"), until("back"));
+        let stays = pod.start(&format!(
+            "{first}; {away}; {second}; echo stays >>/host/said; {back}; {third}; echo end >&2; exit 5"
+        ));
+        // runc's shim closes the FIFOs, which then forget what nobody has read, and containerd takes it for a leaked one:
+        // output and status of a container that ends meanwhile are lost.
+        let goes = (handler != RUNC).then(|| {
+            pod.start(&format!(
+                "{first}; {away}; {second}; echo end >&2; echo goes >>/host/said; exit 6"
+            ))
+        });
+        for container in goes.iter().chain([&stays]) {
+            // All of it is in the log: nothing is in containerd's memory alone.
+            Follower::of(&container.log).wait_for_end_of_line(&LINES.to_string());
+        }
+        (pod, Follower::of(&said), stays, goes)
+    });
+    let away = Away::of_containerd();
+    let pods = pods.into_iter().map(|(pod, mut said, stays, goes)| {
+        pod.file("away");
+        // Nobody is held up.
+        let count = 1 + goes.iter().count();
+        let mut told: Vec<_> = (0..count).map(|_| said.next_line()).collect();
+        told.sort();
+        assert_eq!(told, &["goes", "stays"][2 - count..]);
+        (pod, stays, goes)
+    });
+    let pods: Vec<_> = pods.collect();
+    drop(away);
+    for ((pod, stays, goes), handler) in pods.into_iter().zip(handlers) {
+        pod.file("back");
+        assert_eq!(stays.wait(), 5, "{handler}");
+        for container in goes.iter().chain([&stays]) {
+            let output = container.output();
+            eprintln!(
+                "{handler}: {} lines, {:?}, {}",
+                output.stdout.lines().count(),
+                output.stderr,
+                container.status(),
+            );
+        }
+        assert_eq!(stays.output(), whole(3), "{handler}");
+        if let Some(goes) = goes {
+            let status = goes.status();
+            assert_eq!(status["state"], "CONTAINER_EXITED", "{handler}: {status}");
+            assert_eq!(status["exitCode"], 6, "{handler}: {status}");
+            assert_eq!(goes.output(), whole(2), "{handler}");
+        }
+        // What is made now works as before.
+        let more = pod.start("echo more");
+        assert_eq!(more.wait(), 0, "{handler}");
+        assert_eq!(more.output().stdout, "more\n", "{handler}");
+        remove(pod, handler);
+    }
+}
+
+/// What is lost with a containerd that is killed: what it has read and not yet written to the log, 32 KiB here and there. Of a
+/// FIFO it is no more, since a FIFO keeps the rest. A stream has no receipts: what was sent into the windows that
+/// containerd has granted, two of 64 KiB at most, is lost too.
+const ON_ITS_WAY: usize = 256 << 10;
+
+#[test]
+fn a_containerd_that_is_killed_while_output_flows_loses_no_more_than_was_on_its_way() {
+    const DIGITS: usize = 500;
+    let handlers = compared();
+    let pods = with_each(&handlers, |handler| {
+        let pod = Pod::run(handler);
+        let batch = format!(
+            "awk -v n=$n 'BEGIN {{ for (e = n + 100; n < e; n++) printf \"%d %0{DIGITS}d\\n\", n, n }}'"
+        );
+        let container = pod.start(&format!(
+            "n=1; until [ -e /host/stop ]; do {batch}; n=$((n + 100)); done; echo $((n - 1)) >/host/last; exit 4"
+        ));
+        (pod, container)
+    });
+    for (_, container) in &pods {
+        let mut log = Follower::of(&container.log);
+        for _ in 0..500 {
+            log.next_line();
+        }
+    }
+    drop(Away::of_containerd());
+    for ((pod, container), handler) in pods.into_iter().zip(handlers) {
+        pod.file("stop");
+        assert_eq!(container.wait(), 4, "{handler}");
+        let lines = fs::read_to_string(pod.host().join("last")).unwrap();
+        let lines: usize = lines.trim().parse().unwrap();
+        let (mut last, mut whole, mut gaps, mut torn) = (0, 0, 0, 0);
+        for line in container.output().stdout.lines() {
+            let n = line.split(' ').next().and_then(|word| word.parse().ok());
+            let Some(n) = n.filter(|&n| line == numbered_line(n, DIGITS)) else {
+                torn += 1;
+                continue;
+            };
+            assert!(n > last, "{handler}: {n} after {last}");
+            gaps += usize::from(n > last + 1);
+            (last, whole) = (n, whole + 1);
+        }
+        let figures = format!("{handler}: {whole} of {lines} lines, {gaps} gaps, {torn} torn");
+        println!("{figures}");
+        assert_eq!(last, lines, "{figures}");
+        assert!(gaps <= 1 && torn <= 1, "{figures}");
+        assert!((lines - whole) * DIGITS <= ON_ITS_WAY, "{figures}");
+        remove(pod, handler);
+    }
+}
