@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use cube_tests::{BUSYBOX, Ended, TestDir, setting, unique};
+use cube_tests::{BUSYBOX, Ended, Follower, TestDir, setting, unique};
 use serde_json::{Value, json};
 
 use crate::told;
@@ -220,8 +220,14 @@ impl Container {
         must_crictl(&["stop", "--timeout", &seconds.to_string(), &self.id]);
     }
 
-    /// Its output by now.
-    pub fn output(&self) -> Output {
+    /// Its output, once these lines are in its log: containerd tells of a container's end before it has written the last.
+    pub fn output_with(&self, lines: &[&str]) -> Output {
+        let mut missing = lines.to_vec();
+        let mut log = Follower::of(&self.log);
+        while !missing.is_empty() {
+            let line = log.next_line();
+            missing.retain(|end| !line.ends_with(end));
+        }
         Output::parse(&fs::read_to_string(&self.log).unwrap())
     }
 }
