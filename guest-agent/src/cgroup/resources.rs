@@ -57,7 +57,7 @@ pub fn apply(cgroup: &Cgroup, asked: &LinuxResources) -> Result<()> {
         settings.extend(cpu_settings(cgroup, cpu)?);
     }
     if let Some(memory) = asked.memory() {
-        settings.extend(memory_settings(memory)?);
+        settings.extend(memory_settings(cgroup, memory)?);
         check_use(cgroup, memory)?;
     }
     if let Some(pids) = asked.pids() {
@@ -146,6 +146,10 @@ fn cpu_settings(cgroup: &Cgroup, cpu: &LinuxCpu) -> Result<Settings> {
     let mut settings = Settings::new();
     let mut set =
         |field, file: &str, value: String| settings.push(Setting::new(field, file, value));
+    // What is idle takes no weight: it must not be so any more before.
+    if let Some(idle) = cpu.idle() {
+        set("linux.resources.cpu.idle", "cpu.idle", idle.to_string());
+    }
     if let Some(shares) = cpu.shares().filter(|shares| *shares != 0) {
         if cpu.idle() == Some(1) {
             return Err(CgroupError::Invalid(
@@ -157,6 +161,26 @@ fn cpu_settings(cgroup: &Cgroup, cpu: &LinuxCpu) -> Result<Settings> {
             "linux.resources.cpu.shares",
             "cpu.weight",
             weight_of_shares(shares).to_string(),
+        );
+    }
+    // A burst is at most the quota, at each moment: one that becomes less comes before it, one that becomes more after it.
+    let burst = match cpu.burst() {
+        Some(burst) => Some((
+            burst,
+            burst <= number_in(cgroup, "cpu.max.burst")?.unwrap_or(0),
+        )),
+        None => None,
+    };
+    let burst_if = |first: bool| {
+        burst
+            .filter(|(_, less)| *less == first)
+            .map(|(burst, _)| burst)
+    };
+    if let Some(burst) = burst_if(true) {
+        set(
+            "linux.resources.cpu.burst",
+            "cpu.max.burst",
+            burst.to_string(),
         );
     }
     let quota = cpu.quota().map(|quota| {
@@ -184,15 +208,12 @@ fn cpu_settings(cgroup: &Cgroup, cpu: &LinuxCpu) -> Result<Settings> {
         }
         (None, None) => {}
     }
-    if let Some(burst) = cpu.burst() {
+    if let Some(burst) = burst_if(false) {
         set(
             "linux.resources.cpu.burst",
             "cpu.max.burst",
             burst.to_string(),
         );
-    }
-    if let Some(idle) = cpu.idle() {
-        set("linux.resources.cpu.idle", "cpu.idle", idle.to_string());
     }
     if let Some(cpus) = cpu.cpus().as_ref().filter(|cpus| !cpus.is_empty()) {
         set("linux.resources.cpu.cpus", "cpuset.cpus", cpus.clone());
@@ -218,10 +239,53 @@ fn weight_of_shares(shares: u64) -> u64 {
     (10f64.powf(exponent).ceil() as u64).clamp(1, 10_000)
 }
 
-fn memory_settings(memory: &LinuxMemory) -> Result<Settings> {
+/// The number that a file of the cgroup has; none: `max`.
+fn number_in(cgroup: &Cgroup, file: &str) -> Result<Option<u64>> {
+    let file = cgroup.file(file);
+    let text = match read(&file) {
+        // A kernel without swap has no file for it.
+        Err(CgroupError::Read(_, e)) if e.kind() == std::io::ErrorKind::NotFound => {
+            return Ok(None);
+        }
+        text => text?,
+    };
+    match text.trim() {
+        "max" => Ok(None),
+        number => match number.parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(CgroupError::Format(file, text)),
+        },
+    }
+}
+
+/// An update of the limit of memory alone leaves that of memory and swap together as it is, and one of the latter alone the
+/// former: with cgroup v2, which counts swap alone, both change it.
+fn complete(
+    cgroup: &Cgroup,
+    limit: Option<i64>,
+    swap: Option<i64>,
+) -> Result<(Option<i64>, Option<i64>)> {
+    let now = |file| -> Result<Option<i64>> {
+        Ok(number_in(cgroup, file)?.and_then(|bytes| i64::try_from(bytes).ok()))
+    };
+    match (limit, swap) {
+        (Some(1..), None) => {
+            let together = match (now("memory.max")?, now("memory.swap.max")?) {
+                (Some(memory), Some(swap)) => memory.checked_add(swap),
+                _ => None,
+            };
+            Ok((limit, together))
+        }
+        (None, Some(1..)) => Ok((now("memory.max")?, swap)),
+        asked => Ok(asked),
+    }
+}
+
+fn memory_settings(cgroup: &Cgroup, memory: &LinuxMemory) -> Result<Settings> {
     let mut settings = Settings::new();
     let limit = memory.limit().filter(|limit| *limit != 0);
     let swap = memory.swap().filter(|swap| *swap != 0);
+    let (limit, swap) = complete(cgroup, limit, swap)?;
     match (limit, swap) {
         (_, None) if limit == Some(-1) => settings.push(setting(
             "linux.resources.memory.swap",
@@ -477,6 +541,60 @@ mod tests {
             applied(json, &files).unwrap(),
             ["max 50000", "max", "max", "max"]
         );
+    }
+
+    fn cgroup_with(dir: &tempfile::TempDir, files: &[(&str, &str)]) -> Cgroup {
+        for (file, text) in files {
+            fs::write(dir.path().join(file), text).unwrap();
+        }
+        Cgroup {
+            dir: dir.path().to_owned(),
+        }
+    }
+
+    #[test]
+    fn an_update_of_one_limit_of_memory_keeps_the_other() {
+        let updated = |max: &str, swap: &str, update: serde_json::Value| {
+            let dir = tempfile::tempdir().unwrap();
+            let cgroup = cgroup_with(&dir, &[("memory.max", max), ("memory.swap.max", swap)]);
+            let memory = serde_json::from_value(update).unwrap();
+            let settings = memory_settings(&cgroup, &memory)?;
+            Ok::<Vec<_>, CgroupError>(settings.into_iter().map(|s| (s.file, s.value)).collect())
+        };
+        let set = |file: &str, value: &str| (file.to_owned(), value.to_owned());
+        let more = updated("1000\n", "500\n", serde_json::json!({"limit": 1200}));
+        let expected = [set("memory.swap.max", "300"), set("memory.max", "1200")];
+        assert_eq!(more.unwrap(), expected);
+        let swap = updated("1000\n", "500\n", serde_json::json!({"swap": 1700}));
+        let expected = [set("memory.swap.max", "700"), set("memory.max", "1000")];
+        assert_eq!(swap.unwrap(), expected);
+        for (max, swap) in [("1000\n", "max\n"), ("max\n", "500\n")] {
+            let unlimited = updated(max, swap, serde_json::json!({"limit": 1200}));
+            assert_eq!(unlimited.unwrap(), [set("memory.max", "1200")]);
+        }
+        for update in [
+            serde_json::json!({"limit": 1600}),
+            serde_json::json!({"swap": 900}),
+        ] {
+            let error = updated("1000\n", "500\n", update).unwrap_err();
+            assert!(error.is_invalid(), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_takes_only_after_something_else_comes_after_it() {
+        let order = |burst: &str, update: serde_json::Value| -> Vec<String> {
+            let dir = tempfile::tempdir().unwrap();
+            let cgroup = cgroup_with(&dir, &[("cpu.max.burst", burst)]);
+            let cpu = serde_json::from_value(update).unwrap();
+            let settings = cpu_settings(&cgroup, &cpu).unwrap();
+            settings.into_iter().map(|s| s.file).collect()
+        };
+        let both = |burst: u64| serde_json::json!({"quota": 20_000, "burst": burst});
+        assert_eq!(order("500\n", both(400)), ["cpu.max.burst", "cpu.max"]);
+        assert_eq!(order("500\n", both(600)), ["cpu.max", "cpu.max.burst"]);
+        let awake = serde_json::json!({"idle": 0, "shares": 512});
+        assert_eq!(order("0\n", awake), ["cpu.idle", "cpu.weight"]);
     }
 
     #[test]
