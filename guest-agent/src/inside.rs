@@ -53,8 +53,8 @@ pub fn exists(root: &Path, path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Makes the directories of `path` below `root` that are missing, mode 0755.
-pub fn make_directories(root: &Path, path: &Path) -> io::Result<()> {
+/// Makes the directories of `path` below `root` that are missing, mode 0755, for this user and group.
+pub fn make_directories(root: &Path, path: &Path, owner: (u32, u32)) -> io::Result<()> {
     let root = std::fs::File::open(root)?;
     let mut done = PathBuf::from(".");
     let mut parent = open_directory(root.as_fd(), &done)?;
@@ -70,12 +70,32 @@ pub fn make_directories(root: &Path, path: &Path) -> io::Result<()> {
                 if unsafe { libc::mkdirat(parent.as_raw_fd(), c_name.as_ptr(), 0o755) } < 0 {
                     return Err(io::Error::last_os_error());
                 }
-                open_directory(root.as_fd(), &done)?
+                let made = open_directory(root.as_fd(), &done)?;
+                give(&made, owner)?;
+                made
             }
             opened => opened?,
         };
     }
     Ok(())
+}
+
+/// Gives what this process has made to a user and a group.
+fn give(made: &OwnedFd, owner: (u32, u32)) -> io::Result<()> {
+    if owner == (0, 0) {
+        return Ok(());
+    }
+    // SAFETY: the empty path ends with NUL.
+    let result = unsafe {
+        libc::fchownat(
+            made.as_raw_fd(),
+            c"".as_ptr(),
+            owner.0,
+            owner.1,
+            libc::AT_EMPTY_PATH,
+        )
+    };
+    Ok(nix::errno::Errno::result(result).map(drop)?)
 }
 
 fn c_path(path: &OsStr) -> io::Result<CString> {
@@ -84,7 +104,7 @@ fn c_path(path: &OsStr) -> io::Result<CString> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::symlink;
+    use std::os::unix::fs::{MetadataExt, symlink};
 
     use super::*;
 
@@ -95,14 +115,23 @@ mod tests {
         std::fs::create_dir_all(root.join("real")).unwrap();
         symlink("/real", root.join("absolute")).unwrap();
         symlink("../../../real", root.join("climbing")).unwrap();
-        make_directories(&root, Path::new("absolute/a/b")).unwrap();
-        make_directories(&root, Path::new("climbing/c")).unwrap();
+        make_directories(&root, Path::new("absolute/a/b"), (0, 0)).unwrap();
+        make_directories(&root, Path::new("climbing/c"), (0, 0)).unwrap();
         assert!(root.join("real/a/b").is_dir());
         assert!(root.join("real/c").is_dir());
+        // Only root may give them away.
+        if nix::unistd::geteuid().is_root() {
+            make_directories(&root, Path::new("real/d"), (7, 8)).unwrap();
+            let of = |path: &str| {
+                let metadata = std::fs::metadata(root.join(path)).unwrap();
+                (metadata.uid(), metadata.gid())
+            };
+            assert_eq!((of("real/d"), of("real/c")), ((7, 8), (0, 0)));
+        }
         // Once more is no error; a file in the way is.
-        make_directories(&root, Path::new("absolute/a/b")).unwrap();
+        make_directories(&root, Path::new("absolute/a/b"), (0, 0)).unwrap();
         std::fs::write(root.join("file"), "").unwrap();
-        assert!(make_directories(&root, Path::new("file/x")).is_err());
+        assert!(make_directories(&root, Path::new("file/x"), (0, 0)).is_err());
         assert_eq!(mode_of(&root, Path::new("/climbing/c")).unwrap(), 0o755);
         assert!(mode_of(&root, Path::new("file")).is_err());
         symlink("nowhere", root.join("dangling")).unwrap();

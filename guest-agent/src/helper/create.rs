@@ -6,14 +6,15 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Component, Path, PathBuf};
 
 use libcontainer::container::builder::ContainerBuilder;
+use libcontainer::container::{ContainerStatus, State};
 use libcontainer::syscall::syscall::SyscallType;
 use nix::unistd::Uid;
 use oci_spec::runtime::{LinuxIdMapping, Mount, Spec};
 
 use super::child::{ChildError, Control};
-use super::executor::{InitExecutor, in_words};
+use super::executor::{InitExecutor, StartHooks, in_words};
 use super::{
-    BlockNumbers, CreateOrder, EXEC_BASE, id_map, mount_error, mount_flags, nodes, priority,
+    BlockNumbers, CreateOrder, EXEC_BASE, id_map, limits, mount_error, mount_flags, nodes, priority,
 };
 use crate::cgroup::Cgroup;
 use crate::renumber;
@@ -76,18 +77,20 @@ fn build(
             }
         })?;
     priority::try_out(&process).map_err(during_init)?;
+    limits::raise(&process).map_err(during_init)?;
     make_working_directory(&adapted.spec, &order.rootfs, process.cwd())?;
     nodes::provide(&mut adapted.spec, &order.rootfs, &order.dir)?;
     if let Some(mounts) = adapted.spec.mounts_mut() {
         keep_modes(mounts, &order.rootfs);
     }
-    let owner = guest_uid(adapted.base.uid_mappings.as_deref(), process.user().uid());
+    let owner = guest_id(adapted.base.uid_mappings.as_deref(), process.user().uid());
     give_streams(owner)?;
     // libcontainer looks a missing HOME up by getpwuid(3), which in a static program loads the
     // container's own NSS modules into this process. The executor has the real environment.
     if let Some(process) = adapted.spec.process_mut() {
         process.set_env(Some(vec!["HOME=/".into()]));
     }
+    let start_hooks = take_start_hooks(&mut adapted.spec, order);
     write(&order.dir.join("config.json"), &adapted.spec)?;
     write(&order.dir.join(EXEC_BASE), &adapted.base)?;
     if has_many_ranges(&adapted.spec) {
@@ -104,7 +107,7 @@ fn build(
     }
     let console = order.terminal.then(|| order.dir.join(CONSOLE_SOCKET));
     let container = ContainerBuilder::new(order.id.clone(), SyscallType::Linux)
-        .with_executor(InitExecutor::new(process, control.clone()))
+        .with_executor(InitExecutor::new(process, start_hooks, control.clone()))
         .with_console_socket(console)
         .with_root_path(&state)
         .map(|builder| {
@@ -125,17 +128,49 @@ fn build(
                     "error running a hook of hooks.createContainer: {cause}"
                 )));
             }
+            let told = format!("{first} ({message})");
             during_init(match mount_error::explain(&first, mounts, &order.dir) {
                 Some(message) => ChildError::Invalid(message),
-                None => ChildError::Failed(format!("{first} ({message})")),
+                None => match field_of(&first) {
+                    Some(field) => ChildError::Invalid(format!("{field} cannot be had: {told}")),
+                    None => ChildError::Failed(told),
+                },
             })
         })?;
     let init = container
         .pid()
         .map(nix::unistd::Pid::as_raw)
         .ok_or_else(|| ChildError::Failed("the container has no init".into()))?;
-    mount_flags::settle(&adapted.spec, init).map_err(during_init)?;
+    mount_flags::settle(&adapted.spec, &adapted.late, init).map_err(during_init)?;
     Ok(init)
+}
+
+/// Takes the hooks that the executor runs out of the specification.
+fn take_start_hooks(spec: &mut Spec, order: &CreateOrder) -> StartHooks {
+    let mut state = State::new(&order.id, ContainerStatus::Created, None, order.dir.clone());
+    state.annotations.clone_from(spec.annotations());
+    let mut list = Vec::new();
+    if let Some(hooks) = spec.hooks_mut() {
+        list = hooks.start_container().clone().unwrap_or_default();
+        hooks.set_start_container(None);
+    }
+    StartHooks { list, state }
+}
+
+/// The field that an error of libcontainer's log is about, which does not say so.
+fn field_of(error: &str) -> Option<&'static str> {
+    const FIELDS: [(&str, &str); 5] = [
+        ("error setting scheduler", "process.scheduler"),
+        ("failed to set io_priority", "process.ioPriority"),
+        ("failed to set rlimit", "process.rlimits"),
+        ("failed to chdir", "process.cwd"),
+        (
+            "gid is specified as supplementary group",
+            "process.user.additionalGids",
+        ),
+    ];
+    let found = FIELDS.iter().find(|(line, _)| error.starts_with(line));
+    found.map(|(_, field)| *field)
 }
 
 /// Whether libcontainer needs programs to map the user namespace's users or groups.
@@ -233,7 +268,7 @@ fn set_pod_names(adapted: &Adapted) -> Result<(), ChildError> {
 }
 
 /// runc makes a missing working directory, and images rely on it. It is made in the root file
-/// system, or in what will be mounted over it.
+/// system, or in what will be mounted over it, by root of the container.
 fn make_working_directory(spec: &Spec, rootfs: &Path, cwd: &Path) -> Result<(), ChildError> {
     let mounts = spec.mounts().iter().flatten();
     let covering = mounts
@@ -268,7 +303,13 @@ fn make_working_directory(spec: &Spec, rootfs: &Path, cwd: &Path) -> Result<(), 
     if relative.as_os_str().is_empty() || !root.is_dir() {
         return Ok(());
     }
-    match crate::inside::make_directories(root, &relative) {
+    let linux = spec.linux().as_ref();
+    let root_of = |mappings: Option<&Vec<LinuxIdMapping>>| guest_id(mappings.map(Vec::as_slice), 0);
+    let owner = (
+        root_of(linux.and_then(|l| l.uid_mappings().as_ref())),
+        root_of(linux.and_then(|l| l.gid_mappings().as_ref())),
+    );
+    match crate::inside::make_directories(root, &relative, owner) {
         Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
             Err(ChildError::Invalid(format!(
                 "process.cwd is not valid: {} is not a directory, or not in one",
@@ -285,16 +326,16 @@ fn make_working_directory(spec: &Spec, rootfs: &Path, cwd: &Path) -> Result<(), 
     }
 }
 
-/// The guest's number of a container's user.
-pub fn guest_uid(mappings: Option<&[LinuxIdMapping]>, uid: u32) -> u32 {
+/// The guest's number of a container's user or group.
+pub fn guest_id(mappings: Option<&[LinuxIdMapping]>, id: u32) -> u32 {
     mappings
         .unwrap_or_default()
         .iter()
         .find_map(|m| {
-            let offset = uid.checked_sub(m.container_id())?;
+            let offset = id.checked_sub(m.container_id())?;
             (offset < m.size()).then(|| m.host_id().checked_add(offset))?
         })
-        .unwrap_or(uid)
+        .unwrap_or(id)
 }
 
 /// Gives the pipes among the standard streams to the process's user, who may want to open
@@ -373,10 +414,10 @@ mod tests {
                 .unwrap()
         };
         let mappings = [mapping(0, 1000, 1), mapping(1, 100_000, 65_535)];
-        assert_eq!(guest_uid(None, 33), 33);
-        assert_eq!(guest_uid(Some(&mappings), 0), 1000);
-        assert_eq!(guest_uid(Some(&mappings), 33), 100_032);
-        assert_eq!(guest_uid(Some(&mappings), 70_000), 70_000);
-        assert_eq!(guest_uid(Some(&[mapping(0, u32::MAX, 5)]), 3), 3);
+        assert_eq!(guest_id(None, 33), 33);
+        assert_eq!(guest_id(Some(&mappings), 0), 1000);
+        assert_eq!(guest_id(Some(&mappings), 33), 100_032);
+        assert_eq!(guest_id(Some(&mappings), 70_000), 70_000);
+        assert_eq!(guest_id(Some(&[mapping(0, u32::MAX, 5)]), 3), 3);
     }
 }

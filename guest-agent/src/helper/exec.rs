@@ -19,7 +19,7 @@ use nix::unistd::{ForkResult, Gid, Uid};
 use oci_spec::runtime::{LinuxPersonalityDomain, LinuxSeccomp, Process};
 
 use super::child::{ChildError, Control};
-use super::create::{give_streams, guest_uid};
+use super::create::{give_streams, guest_id};
 use super::executor::{Program, in_words};
 use super::{EXEC_BASE, ExecBase, ExecOrder, priority, terminal};
 use crate::cgroup::Cgroup;
@@ -106,7 +106,7 @@ fn inherit_from_here(
         fs::write("/proc/self/oom_score_adj", score.to_string())
             .map_err(|e| ChildError::failed("cannot set process.oomScoreAdj", e))?;
     }
-    let owner = guest_uid(base.uid_mappings.as_deref(), process.user().uid());
+    let owner = guest_id(base.uid_mappings.as_deref(), process.user().uid());
     give_streams(owner)?;
     for limit in process.rlimits().iter().flatten() {
         syscall

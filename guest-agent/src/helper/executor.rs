@@ -10,11 +10,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use libcontainer::container::State;
+use libcontainer::hooks::run_hooks;
 use libcontainer::workload::{
     Executor, ExecutorError, ExecutorSetEnvsError, ExecutorValidationError,
 };
 use nix::errno::Errno;
-use oci_spec::runtime::{Process, Spec};
+use oci_spec::runtime::{Hook, Process, Spec};
 
 use super::child::{ChildError, Control};
 
@@ -56,6 +58,14 @@ impl Program {
             Ok(never) => match never {},
             Err(error) => error,
         }
+    }
+
+    /// Its variables.
+    fn environment(&self) -> HashMap<String, String> {
+        let variables = self.environment.iter().map(|v| v.to_string_lossy());
+        variables
+            .filter_map(|v| v.split_once('=').map(|(k, v)| (k.to_owned(), v.to_owned())))
+            .collect()
     }
 
     /// The path of the program.
@@ -150,20 +160,47 @@ fn home_in(passwd: &str, uid: u32) -> Option<String> {
     })
 }
 
+/// Hooks that run just before the container's program. libcontainer (0.7) would not tell them the process id.
+pub struct StartHooks {
+    /// In their order.
+    pub list: Vec<Hook>,
+    /// What they are told of the container.
+    pub state: State,
+}
+
+impl StartHooks {
+    /// With the program's environment, unless they have their own.
+    fn run(&self, program: &Program) -> Result<(), ExecutorError> {
+        // As the container counts: 1, if it has a PID namespace of its own.
+        let pid = Some(nix::unistd::getpid());
+        let environment = program.environment();
+        run_hooks(
+            Some(&self.list),
+            Some(&self.state),
+            None,
+            pid,
+            Some(&environment),
+        )
+        .map_err(|e| ExecutorError::Other(format!("hooks.startContainer: {e}")))
+    }
+}
+
 /// What libcontainer calls in a container's init.
 #[derive(Clone)]
 pub struct InitExecutor {
     /// The process object as it was asked for.
     process: Rc<Process>,
+    hooks: Rc<StartHooks>,
     control: Control,
     program: Rc<RefCell<Option<Program>>>,
 }
 
 impl InitExecutor {
     /// For the container whose process this is.
-    pub fn new(process: Process, control: Control) -> Self {
+    pub fn new(process: Process, hooks: StartHooks, control: Control) -> Self {
         Self {
             process: Rc::new(process),
+            hooks: Rc::new(hooks),
             control,
             program: Rc::default(),
         }
@@ -206,6 +243,7 @@ impl Executor for InitExecutor {
         let Some(program) = program.as_ref() else {
             return Err(ExecutorError::InvalidArg);
         };
+        self.hooks.run(program)?;
         let error = program.run();
         eprintln!(
             "exec {}: {}",

@@ -13,6 +13,7 @@ pub mod create;
 mod exec;
 mod executor;
 pub mod id_map;
+mod limits;
 mod mount_error;
 mod mount_flags;
 mod nodes;

@@ -1,12 +1,14 @@
 //! What libcontainer (0.7) leaves to be done to a container's mounts once they are there: on
-//! `linux.readonlyPaths` it forbids programs, devices and set-uid bits, too, which nobody has asked for; and it
-//! sets no propagation.
+//! `linux.readonlyPaths` it forbids programs, devices and set-uid bits, too, which nobody has asked for; it sets no
+//! propagation of mounts, and that of the root for the root alone; and it would make a tmpfs read-only before others are
+//! mounted in it.
 
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use nix::errno::Errno;
@@ -16,7 +18,7 @@ use oci_spec::runtime::{Linux, Mount, Spec};
 
 use super::child::ChildError;
 use super::executor::in_words;
-use crate::spec::{clean, is_bind};
+use crate::spec::{LateMounts, clean, is_bind};
 
 /// The flags of mount_setattr(2) and their names in mountinfo.
 const FLAGS: [(u64, &str); 3] = [
@@ -27,7 +29,7 @@ const FLAGS: [(u64, &str); 3] = [
 
 /// Puts the mounts of a container right whose init has the process id `init`, and runs no program of the
 /// container's yet. This process is in the container's mount namespace afterwards.
-pub fn settle(spec: &Spec, init: i32) -> Result<(), ChildError> {
+pub fn settle(spec: &Spec, late: &LateMounts, init: i32) -> Result<(), ChildError> {
     let linux = spec.linux().as_ref();
     let list = |of: fn(&Linux) -> &Option<Vec<String>>| {
         linux.and_then(|l| of(l).as_deref()).unwrap_or_default()
@@ -38,10 +40,12 @@ pub fn settle(spec: &Spec, init: i32) -> Result<(), ChildError> {
         .filter(|path| !masked.contains(path));
     let readonly: Vec<_> = readonly.collect();
     let mounts = spec.mounts().as_deref().unwrap_or_default();
+    let root = late.propagation.map(|kind| (Path::new("/"), kind));
     let propagated: Vec<_> = on_top(mounts)
-        .filter_map(|mount| Some((mount.destination(), propagation(mount)?)))
+        .filter_map(|(_, mount)| Some((mount.destination().as_path(), propagation(mount)?)))
+        .chain(root)
         .collect();
-    if readonly.is_empty() && propagated.is_empty() {
+    if readonly.is_empty() && propagated.is_empty() && late.read_only.is_empty() {
         return Ok(());
     }
     let failed =
@@ -53,6 +57,9 @@ pub fn settle(spec: &Spec, init: i32) -> Result<(), ChildError> {
     for path in readonly {
         restore(path, &table).map_err(failed)?;
     }
+    for (_, mount) in on_top(mounts).filter(|(at, _)| late.read_only.contains(at)) {
+        make_read_only(mount.destination()).map_err(failed)?;
+    }
     for (place, kind) in propagated {
         let none = None::<&str>;
         nix::mount::mount(none, place, none, kind, none).map_err(|e| failed(e.into()))?;
@@ -61,7 +68,7 @@ pub fn settle(spec: &Spec, init: i32) -> Result<(), ChildError> {
 }
 
 /// Those mounts that no later one hides.
-fn on_top(mounts: &[Mount]) -> impl Iterator<Item = &Mount> {
+fn on_top(mounts: &[Mount]) -> impl Iterator<Item = (usize, &Mount)> {
     let hidden = |at: usize, place: &Path| {
         let mut later = mounts[at + 1..].iter();
         later.any(|other| clean(place).starts_with(clean(other.destination())))
@@ -70,7 +77,6 @@ fn on_top(mounts: &[Mount]) -> impl Iterator<Item = &Mount> {
         .iter()
         .enumerate()
         .filter(move |(at, mount)| !hidden(*at, mount.destination()))
-        .map(|(_, mount)| mount)
 }
 
 /// The last propagation that a mount's options name. What the host mounts below the source of a bind comes, or not, by
@@ -122,20 +128,50 @@ impl<'a> Mounts<'a> {
     }
 }
 
-fn restore(path: &str, mounts: &Mounts<'_>) -> io::Result<()> {
-    let path = CString::new(path).map_err(io::Error::other)?;
+/// A descriptor of what is at a path, to change its mount by.
+fn open(path: &Path) -> io::Result<OwnedFd> {
+    let path = CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)?;
     // SAFETY: the path ends with NUL.
     let fd = unsafe { libc::open(path.as_ptr(), libc::O_PATH | libc::O_CLOEXEC) };
     if fd < 0 {
-        let error = io::Error::last_os_error();
-        // A path that is not there is none to be made read-only.
-        return match error.kind() {
-            io::ErrorKind::NotFound => Ok(()),
-            _ => Err(error),
-        };
+        return Err(io::Error::last_os_error());
     }
     // SAFETY: the kernel has just made this descriptor for us.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Sets and clears flags of the mount that the descriptor is in.
+fn change(fd: &OwnedFd, set: u64, clear: u64) -> io::Result<()> {
+    let attributes = libc::mount_attr {
+        attr_set: set,
+        attr_clr: clear,
+        propagation: 0,
+        userns_fd: 0,
+    };
+    // SAFETY: the empty path ends with NUL, and the structure is as long as its size says.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            fd.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    Ok(Errno::result(result).map(drop)?)
+}
+
+fn make_read_only(place: &Path) -> io::Result<()> {
+    change(&open(place)?, libc::MOUNT_ATTR_RDONLY, 0)
+}
+
+fn restore(path: &str, mounts: &Mounts<'_>) -> io::Result<()> {
+    let fd = match open(Path::new(path)) {
+        // A path that is not there is none to be made read-only.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        opened => opened?,
+    };
     // SAFETY: statx is plain integers, for which all zeroes is a value.
     let mut status: libc::statx = unsafe { std::mem::zeroed() };
     // SAFETY: the empty path ends with NUL, and the structure lives until the call returns.
@@ -151,27 +187,10 @@ fn restore(path: &str, mounts: &Mounts<'_>) -> io::Result<()> {
     if result < 0 {
         return Err(io::Error::last_os_error());
     }
-    let attributes = libc::mount_attr {
-        attr_set: 0,
-        attr_clr: mounts.added(status.stx_mnt_id),
-        propagation: 0,
-        userns_fd: 0,
-    };
-    if attributes.attr_clr == 0 {
-        return Ok(());
+    match mounts.added(status.stx_mnt_id) {
+        0 => Ok(()),
+        added => change(&fd, 0, added),
     }
-    // SAFETY: the empty path ends with NUL, and the structure is as long as its size says.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_mount_setattr,
-            fd.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            &raw const attributes,
-            size_of::<libc::mount_attr>(),
-        )
-    };
-    Ok(Errno::result(result).map(drop)?)
 }
 
 #[cfg(test)]
@@ -184,7 +203,7 @@ mod tests {
             .iter()
             .map(|place| serde_json::from_value(serde_json::json!({"destination": place})).unwrap())
             .collect();
-        let places: Vec<_> = on_top(&mounts).map(Mount::destination).collect();
+        let places: Vec<_> = on_top(&mounts).map(|(_, m)| m.destination()).collect();
         assert_eq!(places, [Path::new("/b/../b"), Path::new("/a")]);
     }
 

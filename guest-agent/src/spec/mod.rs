@@ -14,8 +14,9 @@ mod seccomp;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use nix::mount::MsFlags;
 use oci_spec::runtime::{
-    Hooks, Linux, LinuxDeviceType, LinuxNamespaceType, LinuxResources, Process, RootBuilder, Spec,
+    Linux, LinuxDeviceType, LinuxNamespaceType, LinuxResources, RootBuilder, Spec,
 };
 
 use crate::helper::ExecBase;
@@ -56,11 +57,22 @@ pub struct Adapted {
     /// The pod's NIS domain name, to be set guest-wide; empty: unchanged.
     pub domainname: String,
     /// Settings below /proc/sys, with slashes, to be set guest-wide.
-    pub sysctls: Vec<(String, String)>,
+    pub sysctls: Sysctls,
     /// Limits and device rules for the container's cgroup.
     pub resources: LinuxResources,
+    /// What is to be done to the mounts once they are there.
+    pub late: LateMounts,
     /// What execs will need.
     pub base: ExecBase,
+}
+
+/// What libcontainer would do to mounts too early, or to too few of them.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct LateMounts {
+    /// Those by their place in the list that become read-only, since something is made in them before.
+    pub read_only: Vec<usize>,
+    /// The propagation of the root and of all mounts below.
+    pub propagation: Option<MsFlags>,
 }
 
 /// Fits `spec`. `rootfs` and `cgroup` are paths in the guest.
@@ -76,9 +88,6 @@ pub fn adapt(
         .clone()
         .ok_or(SpecError::Missing("process"))?;
     adapt_process(&mut process, terminal)?;
-    if let Some(hooks) = spec.hooks_mut() {
-        adapt_hooks(hooks, &process);
-    }
     if process.capabilities().is_none() {
         process.set_capabilities(Some(process::no_capabilities()));
     }
@@ -99,18 +108,23 @@ pub fn adapt(
         uid_mappings: linux.uid_mappings().clone().filter(|_| user_namespace),
         personality: linux.personality().clone(),
     };
-    let sysctls = pod_sysctls(linux.sysctl().as_ref())?;
+    let (sysctls, own_sysctls) = sysctls(linux.sysctl().as_ref(), user_namespace)?;
     let resources = linux.resources().clone().unwrap_or_default();
 
-    if let Some(kind) = linux.rootfs_propagation() {
-        let kind = recursive_propagation(kind)?;
-        linux.set_rootfs_propagation(kind);
+    let mut late = LateMounts::default();
+    if let Some(kind) = linux.rootfs_propagation().clone() {
+        late.propagation = match kind.as_str() {
+            "rshared" => Some(MsFlags::MS_SHARED | MsFlags::MS_REC),
+            "runbindable" => Some(MsFlags::MS_UNBINDABLE | MsFlags::MS_REC),
+            _ => None,
+        };
+        linux.set_rootfs_propagation(plain_propagation(&kind)?);
     }
     linux
         .set_namespaces(Some(namespaces))
         .set_cgroups_path(Some(PathBuf::from(cgroup)))
         .set_resources(None)
-        .set_sysctl(None);
+        .set_sysctl(Some(own_sysctls.into_iter().collect()));
     let read_only = spec.root().as_ref().and_then(|root| root.readonly());
     // The builder's own default is read-only, the specification's is not.
     let root = RootBuilder::default()
@@ -121,7 +135,7 @@ pub fn adapt(
     let hostname = spec.hostname().clone().unwrap_or_default();
     let domainname = spec.domainname().clone().unwrap_or_default();
     let mut mounts = spec.mounts().clone().unwrap_or_default();
-    mounts::fit(&mut mounts, user_namespace)?;
+    late.read_only = mounts::fit(&mut mounts, user_namespace)?;
     spec.set_root(Some(root))
         .set_process(Some(process))
         .set_linux(Some(linux))
@@ -134,20 +148,9 @@ pub fn adapt(
         domainname,
         sysctls,
         resources,
+        late,
         base,
     })
-}
-
-/// Hooks that run just before the container's program have its environment, unless they name their
-/// own: that of libcontainer's init is another (see `helper`).
-fn adapt_hooks(hooks: &mut Hooks, process: &Process) {
-    let Some(mut list) = hooks.start_container().clone() else {
-        return;
-    };
-    for hook in list.iter_mut().filter(|hook| hook.env().is_none()) {
-        hook.set_env(process.env().clone());
-    }
-    hooks.set_start_container(Some(list));
 }
 
 /// What belongs to another kind of system, or to the host.
@@ -218,11 +221,15 @@ fn check_devices(linux: &Linux) -> Result<(), SpecError> {
     }
 }
 
-/// The settings, with slashes. Which ones a pod may have is what runc allows to a container with
-/// namespaces of its own.
-fn pod_sysctls(
+/// Settings and their values.
+type Sysctls = Vec<(String, String)>;
+
+/// The settings of the pod, with slashes, and those of the container's own user namespace, with dots, which its init makes
+/// there. Which ones there may be is what runc allows to a container with namespaces of its own.
+fn sysctls(
     asked: Option<&HashMap<String, String>>,
-) -> Result<Vec<(String, String)>, SpecError> {
+    user_namespace: bool,
+) -> Result<(Sysctls, Sysctls), SpecError> {
     const IPC: [&str; 8] = [
         "kernel/msgmax",
         "kernel/msgmnb",
@@ -233,19 +240,25 @@ fn pod_sysctls(
         "kernel/shmmni",
         "kernel/shm_rmid_forced",
     ];
-    let mut sysctls = Vec::new();
+    let (mut of_the_pod, mut own) = (Sysctls::new(), Sysctls::new());
     for (key, value) in asked.into_iter().flatten() {
         let path = sysctl_path(key);
+        let of_users = path.starts_with("user/");
         let allowed = IPC.contains(&path.as_str())
             || path == "kernel/domainname"
             || path.starts_with("fs/mqueue/")
-            || path.starts_with("net/");
+            || path.starts_with("net/")
+            || (of_users && user_namespace);
         if !allowed || path.split('/').any(|part| part.is_empty() || part == "..") {
             return Err(SpecError::Sysctl(key.clone()));
         }
-        sysctls.push((path, value.clone()));
+        if of_users {
+            own.push((path.replace('/', "."), value.clone()));
+        } else {
+            of_the_pod.push((path, value.clone()));
+        }
     }
-    Ok(sysctls)
+    Ok((of_the_pod, own))
 }
 
 /// A key as a path below /proc/sys: as in sysctl(8), the first separator decides, and in a key with
@@ -264,9 +277,8 @@ pub fn sysctl_path(key: &str) -> String {
     }
 }
 
-/// libcontainer always changes all mounts of the root, and knows only the names without an `r`. What
-/// containerd sends has one.
-fn recursive_propagation(kind: &str) -> Result<Option<String>, SpecError> {
+/// libcontainer knows only the names without an `r`. What containerd sends has one.
+fn plain_propagation(kind: &str) -> Result<Option<String>, SpecError> {
     match kind.strip_prefix('r').unwrap_or(kind) {
         "" => Ok(None),
         known @ ("private" | "shared" | "slave" | "unbindable") => Ok(Some(known.to_owned())),
@@ -359,17 +371,28 @@ mod tests {
     }
 
     #[test]
-    fn propagation_of_the_root_is_always_that_of_all_mounts() {
-        for (asked, given) in [
-            ("rslave", "slave"),
-            ("rshared", "shared"),
-            ("private", "private"),
-            ("runbindable", "unbindable"),
+    fn propagation_of_the_root_is_that_of_all_mounts_if_it_says_so() {
+        for (asked, given, late) in [
+            ("rslave", "slave", None),
+            (
+                "rshared",
+                "shared",
+                Some(MsFlags::MS_SHARED | MsFlags::MS_REC),
+            ),
+            ("shared", "shared", None),
+            ("private", "private", None),
+            (
+                "runbindable",
+                "unbindable",
+                Some(MsFlags::MS_UNBINDABLE | MsFlags::MS_REC),
+            ),
         ] {
             let mut json = small();
             json["linux"]["rootfsPropagation"] = asked.into();
-            let linux = adapted(json).unwrap().spec.linux().clone().unwrap();
+            let adapted = adapted(json).unwrap();
+            let linux = adapted.spec.linux().clone().unwrap();
             assert_eq!(linux.rootfs_propagation().as_deref(), Some(given));
+            assert_eq!(adapted.late.propagation, late);
         }
     }
 
@@ -394,6 +417,25 @@ mod tests {
             json["linux"]["sysctl"] = serde_json::json!({ bad: "1" });
             assert_eq!(adapted(json).unwrap_err(), SpecError::Sysctl(bad.into()));
         }
+    }
+
+    #[test]
+    fn a_user_namespaces_settings_are_made_in_it() {
+        let mut json = small();
+        for key in ["user.max_uts_namespaces", "user/max_uts_namespaces"] {
+            json["linux"]["sysctl"] = serde_json::json!({ key: "17" });
+            let refusal = adapted(json.clone()).unwrap_err();
+            assert_eq!(refusal, SpecError::Sysctl(key.into()));
+        }
+        let mapping = serde_json::json!([{"containerID": 0, "hostID": 1000, "size": 10}]);
+        json["linux"]["namespaces"] = serde_json::json!([{"type": "mount"}, {"type": "user"}]);
+        json["linux"]["uidMappings"] = mapping.clone();
+        json["linux"]["gidMappings"] = mapping;
+        let adapted = adapted(json).unwrap();
+        assert!(adapted.sysctls.is_empty());
+        let linux = adapted.spec.linux().clone().unwrap();
+        let own = linux.sysctl().clone().unwrap();
+        assert_eq!(own.get("user.max_uts_namespaces"), Some(&"17".to_owned()));
     }
 
     #[test]

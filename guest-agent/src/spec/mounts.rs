@@ -7,16 +7,36 @@ use oci_spec::runtime::Mount;
 
 use super::SpecError;
 
-/// Checks and fits the mounts of a container.
-pub(super) fn fit(mounts: &mut [Mount], user_namespace: bool) -> Result<(), SpecError> {
-    for mount in mounts {
+/// Checks and fits the mounts of a container. Returns the places in the list of those that are to become read-only when
+/// all is made in them.
+pub(super) fn fit(mounts: &mut [Mount], user_namespace: bool) -> Result<Vec<usize>, SpecError> {
+    let mut read_only = Vec::new();
+    for (at, mount) in mounts.iter_mut().enumerate() {
         check_place(mount)?;
         fit_options(mount)?;
+        if take_read_only(mount) {
+            read_only.push(at);
+        }
         if user_namespace {
             bind_the_pods(mount);
         }
     }
-    Ok(())
+    Ok(read_only)
+}
+
+/// Whether a mount is read-only in which places of other mounts may have to be made, or devices: it is not so any more.
+/// libcontainer would make a tmpfs read-only at once, and `/dev` never.
+fn take_read_only(mount: &mut Mount) -> bool {
+    let is_fresh = mount.typ().as_deref() == Some("tmpfs") && !is_bind(mount);
+    if !is_fresh && clean(mount.destination()) != Path::new("/dev") {
+        return false;
+    }
+    let mut options = mount.options().clone().unwrap_or_default();
+    let access = options.iter().rfind(|o| matches!(o.as_str(), "ro" | "rw"));
+    let is_read_only = access.is_some_and(|access| access == "ro");
+    options.retain(|option| option != "ro");
+    mount.set_options(Some(options));
+    is_read_only
 }
 
 /// Whether a mount binds what is there already.
@@ -63,6 +83,9 @@ fn check_place(mount: &Mount) -> Result<(), SpecError> {
     }
     if clean(destination) == Path::new("/") {
         return refuse("the root is where root.path is mounted".into());
+    }
+    if is_bind(mount) && clean(destination) == Path::new("/dev") {
+        return refuse("/dev cannot be bound: what all containers have there is made in it".into());
     }
     // What a container believes of processes must not come from somebody else.
     let is_proc = mount.typ().as_deref() == Some("proc");
@@ -186,11 +209,11 @@ mod tests {
         assert_eq!(fitted(&["size=4k", "loud"]).unwrap(), ["size=4k"]);
         assert_eq!(
             fitted(&["nosymfollow", "ro", "rro", "rrw", "symfollow"]).unwrap(),
-            ["ro", "rrw", "rsymfollow"]
+            ["rrw", "rsymfollow"]
         );
         assert_eq!(
             fitted(&["sync", "dirsync", "mand", "ro", "nomand", "async", "sync"]).unwrap(),
-            ["ro", "dirsync=1", "sync=1"]
+            ["dirsync=1", "sync=1"]
         );
         assert_eq!(fitted(&["rbind", "sync", "mand"]).unwrap(), ["rbind"]);
         for (options, word) in [
@@ -207,6 +230,29 @@ mod tests {
     }
 
     #[test]
+    fn what_things_are_made_in_becomes_read_only_late() {
+        for (destination, kind, options, is_late) in [
+            ("/m", "tmpfs", &["ro"][..], true),
+            ("/m", "tmpfs", &["ro", "rw"], false),
+            ("/m", "tmpfs", &["rw", "ro", "size=4k"], true),
+            ("/dev/", "devtmpfs", &["ro"], true),
+            ("/sys", "sysfs", &["ro"], false),
+            ("/m", "bind", &["rbind", "ro"], false),
+        ] {
+            let mut json = small();
+            json["mounts"] = serde_json::json!([
+                {"destination": "/first", "type": "tmpfs"}, {"destination": destination, "type": kind, "options": options},
+            ]);
+            let adapted = adapted(json).unwrap();
+            let late: &[usize] = if is_late { &[1] } else { &[] };
+            assert_eq!(adapted.late.read_only, late, "{destination} {options:?}");
+            let mounts = adapted.spec.mounts().clone().unwrap();
+            let options = mounts[1].options().clone().unwrap();
+            assert!(!is_late || !options.contains(&"ro".to_owned()));
+        }
+    }
+
+    #[test]
     fn the_root_and_what_tells_of_processes_is_not_mounted_over() {
         for (place, kind, fits) in [
             ("/proc", "proc", true),
@@ -214,6 +260,8 @@ mod tests {
             ("/process", "tmpfs", true),
             ("/a/..", "tmpfs", false),
             ("/proc", "bind", false),
+            ("/x/../dev", "bind", false),
+            ("/dev", "tmpfs", true),
             ("/x/../proc/self", "tmpfs", false),
             ("/proc/sys", "proc", false),
         ] {

@@ -131,6 +131,11 @@ pub async fn hooks(agent: Agent) {
         assert_eq!(state["id"], "hooked");
         assert_eq!(state["annotations"]["k"], "v");
     }
+    let state: serde_json::Value = serde_json::from_str(lines[2]).unwrap();
+    assert_eq!(
+        (&state["pid"], &state["status"]),
+        (&json!(1), &json!("created"))
+    );
     // Their numbers are those of the container's PID namespace; without an environment the second
     // has the program's.
     assert_eq!(lines[1].len(), 1, "{output}");
