@@ -9,6 +9,8 @@ mod bundle;
 mod cases;
 #[path = "oci/lane.rs"]
 mod lane;
+#[path = "oci/pairs.rs"]
+mod pairs;
 #[path = "oci/sandbox.rs"]
 mod sandbox;
 
@@ -18,18 +20,55 @@ use std::time::Instant;
 use bundle::{Case, Expect};
 use lane::{Lane, Outcome};
 
+/// The fields of the specification.
+fn schema() -> Vec<&'static str> {
+    let fields = include_str!("oci/fields").lines();
+    fields.filter(|line| !line.starts_with('#')).collect()
+}
+
 #[test]
 fn every_field_of_the_specification_has_a_bundle() {
     let used: Vec<Vec<String>> = cases::all()
         .iter()
         .flat_map(|case| bundle::fields(&case.change))
         .collect();
-    let fields = include_str!("oci/fields");
-    let fields = fields.lines().filter(|line| !line.starts_with('#'));
-    let missing: Vec<_> = fields
+    let missing: Vec<_> = schema()
+        .into_iter()
         .filter(|field| !used.iter().any(|path| bundle::is_at(path, field)))
         .collect();
     assert!(missing.is_empty(), "no bundle has {missing:#?}");
+}
+
+#[test]
+fn fields_that_interact_have_a_bundle_together() {
+    let (pairs, schema) = (pairs::all(), schema());
+    let bundles: Vec<_> = cases::all().iter().map(pairs::Bundle::from).collect();
+    let unknown: Vec<_> = pairs.iter().flat_map(|p| p.unknown(&schema)).collect();
+    assert!(unknown.is_empty(), "no fields: {unknown:#?}");
+    let missing: Vec<_> = pairs
+        .iter()
+        .filter(|pair| !bundles.iter().any(|bundle| pair.is_in(bundle)))
+        .map(ToString::to_string)
+        .collect();
+    assert!(
+        missing.is_empty(),
+        "{} of {} pairs have no bundle: {missing:#?}",
+        missing.len(),
+        pairs.len()
+    );
+}
+
+#[test]
+fn the_documentation_counts_them() {
+    let (bundles, fields, pairs) = (cases::all().len(), schema().len(), pairs::all().len());
+    let text = include_str!("../../docs/OCI.md");
+    for told in [
+        format!("plays {bundles} bundles"),
+        format!("the {fields} fields"),
+        format!("the {pairs} groups of fields"),
+    ] {
+        assert!(text.contains(&told), "docs/OCI.md does not say {told:?}");
+    }
 }
 
 #[test]
@@ -55,6 +94,11 @@ fn seccomp_filters_are_what_the_bundle_says() {
 #[test]
 fn namespaces_devices_and_hooks_are_what_the_bundle_says() {
     compare("linux", cases::linux::cases());
+}
+
+#[test]
+fn fields_that_interact_do_what_the_bundle_says() {
+    compare("pairs", cases::pairs::cases());
 }
 
 /// Goes past the test harness, which keeps what a test prints to itself unless it fails.

@@ -170,12 +170,14 @@ fn merge(target: &mut Value, change: &Value) {
     }
 }
 
-/// The paths of all values of a change, the value as the last part.
+/// The paths of all values of a change, the value as the last part. The members of a list are `[0]` and so on; a key with dots
+/// is several parts, as it is in a field's name.
 pub fn fields(change: &Value) -> Vec<Vec<String>> {
     let below = |name: &str, value: &Value| -> Vec<Vec<String>> {
         let mut paths = fields(value);
         for path in &mut paths {
-            path.insert(0, name.trim_end_matches('+').to_owned());
+            let parts = name.trim_end_matches('+').split('.').map(str::to_owned);
+            path.splice(0..0, parts);
         }
         paths
     };
@@ -183,7 +185,12 @@ pub fn fields(change: &Value) -> Vec<Vec<String>> {
         Value::Object(map) if !map.is_empty() => {
             map.iter().flat_map(|(key, v)| below(key, v)).collect()
         }
-        Value::Array(list) => list.iter().flat_map(|v| below("[]", v)).collect(),
+        Value::Array(list) if !list.is_empty() => {
+            let members = list.iter().enumerate();
+            members
+                .flat_map(|(n, v)| below(&format!("[{n}]"), v))
+                .collect()
+        }
         Value::String(text) => vec![vec![text.clone()]],
         other => vec![vec![other.to_string()]],
     }
@@ -197,9 +204,10 @@ pub fn is_at(path: &[String], field: &str) -> bool {
     };
     let parts: Vec<_> = name.split('.').collect();
     path.len() > parts.len()
-        && parts
-            .iter()
-            .zip(path)
-            .all(|(part, key)| *part == "*" || part == key)
+        && parts.iter().zip(path).all(|(part, key)| match *part {
+            "*" => true,
+            "[]" => key.starts_with('['),
+            _ => part == key,
+        })
         && value.is_none_or(|value| path[parts.len()] == value)
 }

@@ -3,6 +3,7 @@
 pub mod cgroups;
 pub mod linux;
 pub mod mounts;
+pub mod pairs;
 pub mod process;
 pub mod seccomp;
 
@@ -16,6 +17,7 @@ pub fn all() -> Vec<Case> {
         cgroups::cases(),
         seccomp::cases(),
         linux::cases(),
+        pairs::cases(),
     ]
     .into_iter()
     .flatten()
