@@ -226,7 +226,8 @@ fn a_pod_that_is_stopped_and_removed_leaves_nothing_of_its_containers_whatever_t
         let ended = pod.start("exit 1");
         assert_eq!(ended.wait(), 1);
         let mut exec = running.exec(&[], &["sh", "-c", "echo up; exec sleep 1000"]);
-        let mut client = exec.stdout(Stdio::piped()).spawn().unwrap();
+        exec.stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut client = exec.spawn().unwrap();
         let mut up = [0; 3];
         std::io::Read::read_exact(client.stdout.as_mut().unwrap(), &mut up).unwrap();
         let ids = [&running, &created, &ended].map(|container| container.id.clone());
