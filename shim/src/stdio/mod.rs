@@ -88,16 +88,32 @@ pub struct Relays {
     logger: Option<Logger>,
 }
 
-/// News of a process's output: a change for each piece that was taken, and the end with the last of its outputs.
+/// News of a process's output: how many of its outputs wait for their client, a change for each piece that was taken, and
+/// the end with the last of them.
 #[derive(Clone)]
-pub struct OutputNews(watch::Receiver<()>);
+pub struct OutputNews(watch::Receiver<usize>);
+
+/// How long output may take that is to end.
+#[derive(Clone, Copy, Debug)]
+pub struct OutputLimits {
+    /// For a client to take some of it.
+    pub client: Duration,
+    /// For the guest to send more, or the end.
+    pub guest: Duration,
+    /// For all.
+    pub all: Duration,
+}
 
 impl OutputNews {
-    /// Waits until all output was taken. False if nothing of it was for `limit`, or not all within `most`.
-    pub async fn all_taken(mut self, limit: Duration, most: Duration) -> bool {
-        let last = Instant::now() + most;
+    /// Waits until all output was taken. False if that takes longer than it may.
+    pub async fn all_taken(mut self, limits: OutputLimits) -> bool {
+        let last = Instant::now() + limits.all;
         loop {
             // A client may take one stream after the other: both have time while either moves.
+            let limit = match *self.0.borrow_and_update() {
+                0 => limits.guest,
+                _ => limits.client,
+            };
             match timeout_at(last.min(Instant::now() + limit), self.0.changed()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(_)) => return true,
@@ -116,7 +132,7 @@ enum Keeper {
 impl Relays {
     /// Starts to copy. A stream that only one side has is closed.
     pub fn start(host: HostStdio, guest: GuestStdio) -> Self {
-        let (moves, news) = watch::channel(());
+        let (moves, news) = watch::channel(0);
         let (mut outputs, moves) = (Vec::new(), Arc::new(moves));
         for (target, stream) in [(host.stdout, guest.stdout), (host.stderr, guest.stderr)] {
             if let (Some(target), Some(stream)) = (target, stream) {
@@ -166,7 +182,12 @@ impl Relays {
         if let Some(input) = self.input.take() {
             input.abort();
         }
-        if !self.news.all_taken(limit, most).await {
+        let limits = OutputLimits {
+            client: limit,
+            guest: limit,
+            all: most,
+        };
+        if !self.news.all_taken(limits).await {
             log::warn!("Output of a process was given up: nobody reads it, or too slowly");
             for output in &self.outputs {
                 output.abort();
@@ -178,8 +199,8 @@ impl Relays {
     }
 }
 
-/// Copies what the process writes to `target`, and tells `moves` of each piece that was taken.
-async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<watch::Sender<()>>) {
+/// Copies what the process writes to `target`, and counts in `moves` while it waits for that.
+async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<watch::Sender<usize>>) {
     let mut reader = BufReader::with_capacity(CHUNK, stream);
     let copied: io::Result<()> = async {
         loop {
@@ -187,12 +208,14 @@ async fn relay_output(stream: UnixStream, mut target: Output, moves: Arc<watch::
             if piece.is_empty() {
                 return Ok(());
             }
-            let taken = target.write(piece).await?;
+            moves.send_modify(|waiting| *waiting += 1);
+            let taken = target.write(piece).await;
+            moves.send_modify(|waiting| *waiting -= 1);
+            let taken = taken?;
             if taken == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }
             reader.consume(taken);
-            moves.send_replace(());
         }
     }
     .await;

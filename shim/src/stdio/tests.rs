@@ -184,12 +184,12 @@ async fn draining_waits_for_a_slow_reader_longer_than_its_limit() {
 #[tokio::test(start_paused = true)]
 async fn draining_ends_although_a_reader_takes_a_little_again_and_again() {
     let (stdout, mut process) = stream();
-    let (moves, news) = watch::channel(());
+    let (moves, news) = watch::channel(0);
     let output = tokio::spawn(async move {
         let _stream = stdout;
         loop {
             tokio::time::sleep(Duration::from_millis(1900)).await;
-            moves.send_replace(());
+            moves.send_replace(1);
         }
     });
     let relays = Relays {
@@ -206,6 +206,28 @@ async fn draining_ends_although_a_reader_takes_a_little_again_and_again() {
     assert_eq!(start.elapsed().as_secs(), 10);
     // Its stream is closed.
     assert_eq!(process.read(&mut [0]).await.unwrap(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_output_that_the_guest_has_not_ended_has_more_time_than_one_that_nobody_takes() {
+    let limits = OutputLimits {
+        client: Duration::from_secs(1),
+        guest: Duration::from_secs(5),
+        all: Duration::from_secs(7),
+    };
+    for (waiting, seconds) in [(0, 5), (1, 1)] {
+        let (_moves, news) = watch::channel(waiting);
+        let start = Instant::now();
+        assert!(!OutputNews(news).all_taken(limits).await);
+        assert_eq!(start.elapsed().as_secs(), seconds);
+    }
+    let (moves, news) = watch::channel(0);
+    let ends = async move {
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        drop(moves);
+    };
+    let (all, ()) = tokio::join!(OutputNews(news).all_taken(limits), ends);
+    assert!(all);
 }
 
 #[tokio::test]

@@ -12,6 +12,7 @@ use ttrpc::context::Context;
 
 use super::{Table, Tasks, container_request};
 use crate::guest::Guest;
+use crate::stdio::OutputLimits;
 use crate::task_error::TaskError;
 
 /// How long output that nobody takes may hold up an exit.
@@ -73,7 +74,12 @@ impl Tasks {
             }
         }
         for output in self.with(id, |entry| Ok(entry.container.output()))? {
-            if !output.all_taken(STALL_LIMIT, LIMIT).await {
+            let limits = OutputLimits {
+                client: STALL_LIMIT,
+                guest: LIMIT,
+                all: LIMIT,
+            };
+            if !output.all_taken(limits).await {
                 log::debug!("Nobody takes the output of {id}: its machine stays");
                 return Ok(false);
             }
