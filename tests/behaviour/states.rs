@@ -2,25 +2,10 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use cube_tests::*;
 use serde_json::json;
-
-/// A bundle whose container runs a shell script, for a sandbox of its own or one that may grow.
-fn bundle(dir: &TestDir, id: &str, group: &str, script: &str) -> PathBuf {
-    make_bundle(dir.path(), id, group, None, |config| {
-        config["process"]["args"] = json!(["sh", "-c", script]);
-    })
-}
-
-fn fifo(dir: &TestDir, name: &str) -> String {
-    let path = dir.path().join(name).display().to_string();
-    let ended = Command::new("mkfifo").arg(&path).output().unwrap();
-    Ended::from(ended).success();
-    path
-}
 
 fn is_there(pid: u32) -> bool {
     Path::new(&format!("/proc/{pid}")).exists()
@@ -28,9 +13,10 @@ fn is_there(pid: u32) -> bool {
 
 #[test]
 fn a_container_takes_execs_before_its_start() {
-    for group in ["", "with others"] {
+    for others_may_join in [false, true] {
         let (dir, id) = (TestDir::new(), unique("s"));
-        let bundle = bundle(&dir, &id, group, "read line </fifo; exit 4");
+        let group = if others_may_join { &id } else { "" };
+        let bundle = shell_bundle(&dir, &id, group, "read line </fifo; exit 4");
         let sandbox = Sandbox::start(&bundle, &id).unwrap();
         sandbox.create(&bundle, &id, &Streams::default()).unwrap();
         let run = |exec: &str, script: &str| {
@@ -56,7 +42,7 @@ fn a_container_takes_execs_before_its_start() {
 #[test]
 fn a_container_that_is_deleted_without_a_start_takes_its_execs_along() {
     let (dir, id) = (TestDir::new(), unique("s"));
-    let bundle = bundle(&dir, &id, "", "exit 4");
+    let bundle = shell_bundle(&dir, &id, "", "exit 4");
     let sandbox = Sandbox::start(&bundle, &id).unwrap();
     sandbox.create(&bundle, &id, &Streams::default()).unwrap();
     let process = json!({"args": ["sleep", "1000"], "env": ["PATH=/bin"], "cwd": "/", "user": {"uid": 0, "gid": 0}});
@@ -105,11 +91,11 @@ fn a_machine_ends_once_all_output_was_taken_and_not_before() {
         } else {
             "head -c 30000 /dev/zero"
         };
-        let bundle = bundle(&dir, &id, "", script);
+        let bundle = shell_bundle(&dir, &id, "", script);
         let said = bundle.join("rootfs/said");
         fs::write(&said, "").unwrap();
         let streams = Streams {
-            stdout: fifo(&dir, "stdout"),
+            stdout: make_fifo(&dir, "stdout"),
             ..Streams::default()
         };
         let sandbox = Sandbox::start(&bundle, &id).unwrap();

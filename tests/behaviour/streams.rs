@@ -4,11 +4,9 @@
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use cube_tests::*;
-use serde_json::json;
 
 /// A sandbox whose container runs a shell script, and a directory for what belongs to it.
 struct Host {
@@ -21,16 +19,13 @@ impl Host {
     fn new(script: &str) -> Self {
         let dir = TestDir::new();
         let id = unique("s");
-        let bundle = bundle(&dir, &id, &id, script);
+        let bundle = shell_bundle(&dir, &id, &id, script);
         Self { dir, id, bundle }
     }
 
     /// A FIFO, by its path.
     fn fifo(&self, name: &str) -> String {
-        let path = self.dir.path().join(name).display().to_string();
-        let ended = Command::new("mkfifo").arg(&path).output().unwrap();
-        Ended::from(ended).success();
-        path
+        make_fifo(&self.dir, name)
     }
 
     /// A file at the top of the container's root file system, empty.
@@ -45,12 +40,6 @@ impl Host {
         let pid = sandbox.launch(&self.bundle, &self.id, streams).unwrap();
         (sandbox, pid)
     }
-}
-
-fn bundle(dir: &TestDir, id: &str, group: &str, script: &str) -> PathBuf {
-    make_bundle(dir.path(), id, group, None, |config| {
-        config["process"]["args"] = json!(["sh", "-c", script]);
-    })
 }
 
 #[test]
@@ -245,7 +234,7 @@ fn a_sandbox_whose_last_container_was_deleted_runs_another_one() {
 
     // The same name again, and then another one, in the same shim.
     let other = unique("s");
-    let other_bundle = bundle(&host.dir, &other, &host.id, "exit 3");
+    let other_bundle = shell_bundle(&host.dir, &other, &host.id, "exit 3");
     for (id, bundle, status) in [
         (&host.id, host.bundle.as_path(), 137),
         (&other, other_bundle.as_path(), 3),

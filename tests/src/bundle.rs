@@ -3,8 +3,11 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde_json::{Value, json};
+
+use crate::{Ended, TestDir};
 
 /// Makes the bundle `id` below `dir`: of the small specification with a change, and a root file system as [`make_root`] makes it.
 pub fn make_bundle(
@@ -22,6 +25,21 @@ pub fn make_bundle(
     place(&mut config, &bundle.display().to_string());
     write_config(&bundle.join("config.json"), config, group, id);
     bundle
+}
+
+/// Makes the bundle `id` below `dir` of a container that runs a shell script, in a sandbox of its own if `group` is empty.
+pub fn shell_bundle(dir: &TestDir, id: &str, group: &str, script: &str) -> PathBuf {
+    make_bundle(dir.path(), id, group, None, |config| {
+        config["process"]["args"] = json!(["sh", "-c", script]);
+    })
+}
+
+/// Makes a FIFO below `dir`: its path.
+pub fn make_fifo(dir: &TestDir, name: &str) -> String {
+    let path = dir.path().join(name).display().to_string();
+    let ended = Command::new("mkfifo").arg(&path).output().unwrap();
+    Ended::from(ended).success();
+    path
 }
 
 /// What all bundles have in common.

@@ -19,7 +19,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-pub use bundle::{make_bundle, make_root, place, small, write_config};
+pub use bundle::{make_bundle, make_fifo, make_root, place, shell_bundle, small, write_config};
 pub use containerd::Containerd;
 pub use end::End;
 pub use events::{Events, Told};
