@@ -12,7 +12,7 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use crate::bus::{Bus, Outcome};
 use crate::ending::Ending;
 use crate::exits::{ExitCounts, ExitKind};
-use crate::internal_error;
+use crate::internal_error::{self, Retries};
 use crate::kvm_stats::KvmStats;
 
 /// What a vCPU's thread has on its stack: device models and their logging, no more.
@@ -125,6 +125,7 @@ impl Vcpu {
 
 /// Runs the vCPU until the machine ends.
 fn run(fd: &mut VcpuFd, bus: &Bus, shared: &Shared, ending: &Ending) {
+    let mut retries = Retries::default();
     loop {
         let outcome = match fd.run() {
             Ok(VcpuExit::IoIn(port, data)) => Ok(bus.port_read(port, data)),
@@ -137,13 +138,19 @@ fn run(fd: &mut VcpuFd, bus: &Bus, shared: &Shared, ending: &Ending) {
                 let message = "The guest's processor shut down (triple fault)";
                 return ending.announce(ExitStatus::GuestCrash, message);
             }
+            Ok(VcpuExit::InternalError) => {
+                if retries.again(fd) {
+                    shared.counts.count(ExitKind::Other);
+                    // For the vCPU that unmaps the page, should it wait for this processor.
+                    std::thread::yield_now();
+                    continue;
+                }
+                let what = internal_error::describe(fd);
+                return ending.announce(ExitStatus::GuestCrash, cannot_run(&what, fd));
+            }
             Ok(exit) => {
-                let what = match exit {
-                    VcpuExit::InternalError => internal_error::describe(fd),
-                    exit => format!("{exit:?}"),
-                };
-                let message = format!("KVM cannot run the guest: {what}{}", place(fd));
-                return ending.announce(ExitStatus::GuestCrash, message);
+                let what = format!("{exit:?}");
+                return ending.announce(ExitStatus::GuestCrash, cannot_run(&what, fd));
             }
             Err(e) if matches!(e.errno(), libc::EINTR | libc::EAGAIN) => {
                 answer_kick(fd, shared);
@@ -154,6 +161,7 @@ fn run(fd: &mut VcpuFd, bus: &Bus, shared: &Shared, ending: &Ending) {
                 return ending.announce(ExitStatus::VmmError, message);
             }
         };
+        retries.reset();
         match outcome {
             Ok(Outcome::Continue(kind)) => shared.counts.count(kind),
             Ok(Outcome::Reset) => {
@@ -174,6 +182,10 @@ fn answer_kick(fd: &VcpuFd, shared: &Shared) {
     {
         log::error!("Cannot inject an NMI: {e}");
     }
+}
+
+fn cannot_run(what: &str, fd: &VcpuFd) -> String {
+    format!("KVM cannot run the guest: {what}{}", place(fd))
 }
 
 /// Where the guest was, for a message.
