@@ -15,8 +15,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use ttrpc::r#async::Server;
 use ttrpc::r#async::transport::Listener;
 
+use crate::options::Options;
 use crate::publisher;
 use crate::sandbox::Sandbox;
+use crate::sandbox_service;
 use crate::service;
 use crate::stdio::Streams;
 use crate::tasks::Tasks;
@@ -30,6 +32,8 @@ pub struct Daemon {
     pub namespace: String,
     /// The sandbox, named by its first container or by its group.
     pub sandbox: String,
+    /// The runtime's options, which are the sandbox's if containerd asks for the sandbox itself.
+    pub options: Options,
     /// Where events go.
     pub ttrpc_address: String,
     /// The socket to serve on.
@@ -62,6 +66,7 @@ impl Daemon {
         let sandbox = Arc::new(Sandbox::new(
             self.namespace,
             self.sandbox,
+            self.options,
             tasks,
             self.socket,
         ));
@@ -70,6 +75,7 @@ impl Daemon {
         let listener = OwnPeers(UnixListener::from_std(self.listener)?);
         let mut server = Server::new()
             .register_service(service::services(&sandbox))
+            .register_service(sandbox_service::services(&sandbox))
             .register_service(HashMap::from([streams.service()]))
             .add_listener(Listener::new(listener));
         server.start().await.map_err(io::Error::other)?;

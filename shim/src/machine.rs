@@ -21,6 +21,7 @@ use crate::disks::Slots;
 use crate::guest::{Guest, GuestError, Streams, random};
 use crate::host_cgroup::{CgroupError, HostCgroup};
 use crate::hypervisor::{Ended, Hypervisor, HypervisorError, Launch, Sent, last_lines};
+use crate::pod::{Files, FilesError};
 use crate::process_id;
 use crate::room::{Room, RoomError};
 use crate::sizing::Size;
@@ -226,6 +227,11 @@ impl Booting {
         }
     }
 
+    /// Makes the files of the pod that the machine is for; they go with it.
+    pub fn make_pod_files(&mut self, files: &Files) -> Result<(), FilesError> {
+        files.make(&self.state.pod(), &mut self.undo)
+    }
+
     /// The hypervisor's process id: it lives in the pod's network namespace already.
     pub fn pid(&self) -> u32 {
         self.hypervisor.pid()
@@ -375,6 +381,7 @@ fn configuration(spec: &Spec, vcpus: u8) -> io::Result<ConfigureRequest> {
         entropy,
         wall_clock_ns: i64::try_from(since_epoch.as_nanos()).unwrap_or(0),
         online_vcpus: u32::from(vcpus),
+        sysctls: spec.pod_sysctls(),
         shares: vec![Share {
             tag: SHARE_TAG.to_owned(),
             path: SHARE_PATH.to_owned(),

@@ -1,5 +1,7 @@
 //! A sandbox: its machine, the containers in it, and when it ends.
 
+mod controller;
+
 use std::fs::DirBuilder;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -23,20 +25,25 @@ use crate::logger;
 use crate::machine::{Booting, Machine, drop_caches};
 use crate::mount::{self, Mount};
 use crate::options::Options;
+use crate::pod::Pod;
 use crate::room::{Room, RoomError};
 use crate::rootfs::Rootfs;
 use crate::spec::{BlockDevice, Spec};
-use crate::state::{self, ROOTFS, SHARED_MODE, VOLUMES};
+use crate::state::{self, POD, ROOTFS, SHARED_MODE, StateDir, VOLUMES};
 use crate::stdio::Uris;
 use crate::task_error::TaskError;
 use crate::tasks::{Deleted, NewContainer, Reservation, Tasks, create_event, given_up};
 use crate::undo::Undo;
 use crate::volumes::Volumes;
+use controller::Controlled;
 
 /// The sandbox of this shim.
 pub struct Sandbox {
     namespace: String,
     id: String,
+    /// The runtime's options that the shim was started with.
+    options: Options,
+    controlled: Controlled,
     /// Its tasks.
     pub tasks: Arc<Tasks>,
     machine: Mutex<Option<Machine>>,
@@ -51,11 +58,19 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// A sandbox without a machine: the first container brings it up.
-    pub fn new(namespace: String, id: String, tasks: Arc<Tasks>, socket: PathBuf) -> Self {
+    /// A sandbox without a machine: the first container brings it up, or containerd asks for it.
+    pub fn new(
+        namespace: String,
+        id: String,
+        options: Options,
+        tasks: Arc<Tasks>,
+        socket: PathBuf,
+    ) -> Self {
         Self {
             namespace,
             id,
+            options,
+            controlled: Controlled::default(),
             tasks,
             machine: Mutex::default(),
             volumes: Arc::default(),
@@ -72,8 +87,9 @@ impl Sandbox {
             return Err(TaskError::Unimplemented("restoring a checkpoint".into()));
         }
         check_name("id", &request.id).map_err(|e| TaskError::InvalidArgument(e.to_string()))?;
+        let pod = self.controlled.pod()?;
         let reservation = self.tasks.reserve(&request.id)?;
-        let created = self.create_reserved(reservation, request).await;
+        let created = self.create_reserved(reservation, request, pod).await;
         if created.is_err() {
             self.power_off_if_empty().await;
             self.leave_if_told();
@@ -85,12 +101,20 @@ impl Sandbox {
         &self,
         reservation: Reservation,
         request: CreateTaskRequest,
+        pod: Option<Arc<Pod>>,
     ) -> Result<u32, TaskError> {
         log::debug!("{} is asked for", request.id);
         let bundle = PathBuf::from(&request.bundle);
-        let spec = Spec::read(&bundle).map_err(TaskError::host)?;
+        let mut spec = Spec::read(&bundle).map_err(TaskError::host)?;
         let hooks = Hooks::of(&spec, &request.id, &bundle).map_err(create_failed)?;
         let hooks = Arc::new(hooks);
+        if let Some(pod) = pod {
+            spec.join(&self.id);
+            if let Some(files) = &pod.files {
+                let state = StateDir::path_of(&self.namespace, &self.id);
+                files.give(&mut spec, &state.join(POD));
+            }
+        }
         let created = self
             .create_hooked(reservation, request, spec, hooks.clone())
             .await;
@@ -124,6 +148,11 @@ impl Sandbox {
         }
         let booting = match &*machine {
             Some(_) => None,
+            // It was stopped since.
+            None if self.controlled.keeps_shim() => {
+                self.controlled.pod()?;
+                return Err(TaskError::Host("there is no machine".into()));
+            }
             None => {
                 // The shim's level is the sandbox's: containers that join it do not change it.
                 log::set_max_level(logger::level(log::max_level(), config.log_level));
@@ -278,6 +307,7 @@ impl Sandbox {
         let mut machine = self.machine.lock().await;
         // Under the lock: a create that waits for it has its name reserved.
         if self.tasks.is_empty()
+            && !self.controlled.keeps_machine()
             && let Some(machine) = machine.take()
         {
             machine.power_off().await;
@@ -293,7 +323,10 @@ impl Sandbox {
     }
 
     fn leave_if_told(&self) {
-        if !self.leave_when_empty.load(Ordering::Relaxed) || !self.tasks.is_empty() {
+        if !self.leave_when_empty.load(Ordering::Relaxed)
+            || !self.tasks.is_empty()
+            || self.controlled.keeps_shim()
+        {
             return;
         }
         // Before anybody is told: the next sandbox of this name must not find the socket.
@@ -324,8 +357,10 @@ impl Sandbox {
         let _ = std::fs::remove_file(&self.socket);
         let tasks = self.tasks.forget_all();
         if let Some(machine) = self.machine.lock().await.take() {
-            machine.guest.cut_off("the shim was told to end");
-            machine.guest.end().await;
+            if !machine.guest.has_ended() {
+                machine.guest.cut_off("the shim was told to end");
+                machine.guest.end().await;
+            }
             for undo in tasks {
                 undo.run_aside().await;
             }
@@ -629,7 +664,7 @@ mod tests {
     fn sandbox(socket: PathBuf) -> Sandbox {
         let (publisher, _queue) = crate::publisher::queue();
         let tasks = Tasks::new("ns".into(), publisher, Arc::default());
-        Sandbox::new("ns".into(), "c".into(), tasks, socket)
+        Sandbox::new("ns".into(), "c".into(), Options::default(), tasks, socket)
     }
 
     /// Nobody will ever say that it is not.

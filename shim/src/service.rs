@@ -49,7 +49,7 @@ struct TaskService {
 
 /// Runs a call to its end, also if containerd goes away or gives up meanwhile: the server drops
 /// the handlers of a broken connection wherever they are.
-async fn whole<T: Send + 'static>(
+pub async fn whole<T: Send + 'static>(
     call: impl Future<Output = Result<T, TaskError>> + Send + 'static,
 ) -> ttrpc::Result<T> {
     match tokio::spawn(call).await {
@@ -240,13 +240,20 @@ mod tests {
     use ttrpc::Code;
 
     use super::*;
+    use crate::options::Options;
     use crate::publisher;
     use crate::tasks::Tasks;
 
     fn service(dir: &std::path::Path) -> TaskService {
         let (publisher, _queue) = publisher::queue();
         let tasks = Tasks::new("ns".into(), publisher, Arc::default());
-        let sandbox = Sandbox::new("ns".into(), "c".into(), tasks, dir.join("s"));
+        let sandbox = Sandbox::new(
+            "ns".into(),
+            "c".into(),
+            Options::default(),
+            tasks,
+            dir.join("s"),
+        );
         TaskService {
             sandbox: Arc::new(sandbox),
         }
@@ -336,7 +343,13 @@ mod tests {
         let bench = crate::tasks::tests::bench().await;
         bench.run("c").await;
         let socket = std::path::PathBuf::from("s");
-        let sandbox = Sandbox::new("ns".into(), "c".into(), bench.tasks.clone(), socket);
+        let sandbox = Sandbox::new(
+            "ns".into(),
+            "c".into(),
+            Options::default(),
+            bench.tasks.clone(),
+            socket,
+        );
         let service = TaskService {
             sandbox: Arc::new(sandbox),
         };

@@ -76,6 +76,7 @@ pub fn start(flags: &Flags) -> Result<ExitCode, StartError> {
         let daemon = Daemon {
             namespace: params.namespace.clone(),
             sandbox,
+            options: options.clone(),
             ttrpc_address: params.ttrpc_address.clone(),
             listener,
             socket: path.clone(),

@@ -5,6 +5,9 @@
 //! hypervisor      process id and start time of the hypervisor
 //! cgroup          the hypervisor's cgroup, a directory a line
 //! vsock, vsock_N  the VM's sockets
+//! pod/            what all containers of a pod have (only where the shim is its controller)
+//!   hostname, hosts, resolv.conf
+//!   shm/                  mounted there
 //! shared/         what the guest sees
 //!   rootfs/CONTAINER      mounted there, changed by the guest alone
 //!   volumes/CONTAINER/N   what the host may change, too
@@ -27,6 +30,9 @@ use crate::undo::Undo;
 
 /// Where the directories of all sandboxes are.
 pub const ROOT: &str = "/run/cube";
+
+/// The directory for a pod's files.
+pub const POD: &str = "pod";
 
 /// The directory in the shared one for root file systems.
 pub const ROOTFS: &str = "rootfs";
@@ -123,6 +129,11 @@ impl StateDir {
         self.path.join("shared")
     }
 
+    /// Where a pod's files are to be.
+    pub fn pod(&self) -> PathBuf {
+        self.path.join(POD)
+    }
+
     /// Writes a note for whoever cleans up after a crash.
     pub fn note(&self, name: &str, text: &str, undo: &mut Undo) -> Result<(), StateError> {
         let path = self.path.join(name);
@@ -189,7 +200,7 @@ fn remove_empty(path: &Path) -> io::Result<()> {
 }
 
 /// Removes a file; one that is gone is no error.
-fn remove_file(path: &Path) -> io::Result<()> {
+pub fn remove_file(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         result => result,
@@ -240,6 +251,14 @@ pub fn remove_dead(path: &Path) -> Result<(), StateError> {
     for directory in [shared.join(ROOTFS), shared.join(VOLUMES), shared] {
         remove_directory(&directory).map_err(error)?;
     }
+    let pod = path.join(POD);
+    for file in entries(&pod).map_err(error)? {
+        // The one directory is where something was mounted.
+        remove_directory(&file)
+            .or_else(|_| remove_file(&file))
+            .map_err(error)?;
+    }
+    remove_directory(&pod).map_err(error)?;
     // What is left are our own notes and sockets.
     for file in entries(path).map_err(error)? {
         remove_file(&file).map_err(error)?;
@@ -322,6 +341,8 @@ mod tests {
         std::fs::create_dir_all(shared.join("volumes/web/1")).unwrap();
         std::fs::write(shared.join("volumes/web/0"), "").unwrap();
         std::fs::create_dir(shared.join("rootfs/web")).unwrap();
+        std::fs::create_dir_all(state.pod().join("shm")).unwrap();
+        std::fs::write(state.pod().join("hosts"), "127.0.0.1 localhost").unwrap();
         remove_dead(&path).unwrap();
         assert!(!path.exists());
         remove_dead(&path).unwrap();

@@ -3,7 +3,7 @@
 
 use containerd_shim_protos::cgroups::metrics as v1;
 use containerd_shim_protos::cgroups_v2::metrics as v2;
-use cube_agent_protocol::agent::{Pressure, Stall, StatsResponse};
+use cube_agent_protocol::agent::{HugeTlb, IoDevice, Pressure, Stall, StatsResponse};
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 
@@ -26,6 +26,75 @@ pub fn encode(stats: &StatsResponse, unified: bool) -> protobuf::Result<Any> {
         value,
         ..Default::default()
     })
+}
+
+/// The figures of several containers together. Limits are added up as well: one that is none (2^64 - 1) makes the sum none.
+/// How long processes stood still is left out, since they stood still at the same times.
+pub fn sum(parts: &[StatsResponse]) -> StatsResponse {
+    let mut sum = StatsResponse::default();
+    for part in parts {
+        if let Some(part) = part.cpu.as_ref() {
+            let cpu = sum.cpu.mut_or_insert_default();
+            add(&mut cpu.usage_usec, part.usage_usec);
+            add(&mut cpu.user_usec, part.user_usec);
+            add(&mut cpu.system_usec, part.system_usec);
+            add(&mut cpu.nr_periods, part.nr_periods);
+            add(&mut cpu.nr_throttled, part.nr_throttled);
+            add(&mut cpu.throttled_usec, part.throttled_usec);
+        }
+        if let Some(part) = part.memory.as_ref() {
+            let memory = sum.memory.mut_or_insert_default();
+            add(&mut memory.current, part.current);
+            add(&mut memory.max, part.max);
+            add(&mut memory.swap_current, part.swap_current);
+            add(&mut memory.swap_max, part.swap_max);
+            // They need not have been at their peaks at the same time: no more than this.
+            add(&mut memory.peak, part.peak);
+            add(&mut memory.swap_peak, part.swap_peak);
+            for (to, from) in [
+                (&mut memory.stat, &part.stat),
+                (&mut memory.events, &part.events),
+            ] {
+                for (key, value) in from {
+                    add(to.entry(key.clone()).or_default(), *value);
+                }
+            }
+        }
+        if let Some(part) = part.pids.as_ref() {
+            let pids = sum.pids.mut_or_insert_default();
+            add(&mut pids.current, part.current);
+            add(&mut pids.limit, part.limit);
+        }
+        for part in &part.io {
+            let same = |d: &&mut IoDevice| (d.major, d.minor) == (part.major, part.minor);
+            match sum.io.iter_mut().find(same) {
+                Some(device) => {
+                    add(&mut device.rbytes, part.rbytes);
+                    add(&mut device.wbytes, part.wbytes);
+                    add(&mut device.rios, part.rios);
+                    add(&mut device.wios, part.wios);
+                }
+                None => sum.io.push(part.clone()),
+            }
+        }
+        for part in &part.hugetlb {
+            let same = |pages: &&mut HugeTlb| pages.page_size == part.page_size;
+            match sum.hugetlb.iter_mut().find(same) {
+                Some(pages) => {
+                    add(&mut pages.current, part.current);
+                    add(&mut pages.max, part.max);
+                    add(&mut pages.failures, part.failures);
+                }
+                None => sum.hugetlb.push(part.clone()),
+            }
+        }
+    }
+    sum
+}
+
+/// The guest says what the figures are, which need not be possible.
+fn add(sum: &mut u64, part: u64) {
+    *sum = sum.saturating_add(part);
 }
 
 fn to_v2(stats: &StatsResponse) -> v2::Metrics {
@@ -314,6 +383,45 @@ mod tests {
     use cube_agent_protocol::agent::{Cpu, HugeTlb, IoDevice, Memory, Pids};
 
     use super::*;
+
+    #[test]
+    fn figures_of_several_containers_add_up_and_no_limit_stays_none() {
+        let unlimited = StatsResponse {
+            memory: MessageField::some(Memory {
+                current: 1,
+                max: u64::MAX,
+                stat: [("anon".to_owned(), 1), ("file".to_owned(), 2)].into(),
+                ..Default::default()
+            }),
+            io: vec![
+                IoDevice {
+                    major: 8,
+                    rbytes: 1,
+                    ..Default::default()
+                },
+                IoDevice {
+                    major: 9,
+                    rbytes: 7,
+                    ..Default::default()
+                },
+            ],
+            ..stats()
+        };
+        let sum = sum(&[stats(), unlimited]);
+        assert_eq!((sum.cpu.usage_usec, sum.cpu.user_usec), (60, 40));
+        assert_eq!((sum.memory.current, sum.memory.max), (4097, u64::MAX));
+        assert_eq!(
+            (sum.memory.stat["anon"], sum.memory.stat["file"]),
+            (1025, 2)
+        );
+        assert_eq!(sum.memory.events["oom_kill"], 2);
+        assert_eq!((sum.pids.current, sum.pids.limit), (6, 18));
+        let read: Vec<_> = sum.io.iter().map(|d| (d.major, d.rbytes)).collect();
+        assert_eq!(read, [(8, 513), (9, 7)]);
+        assert_eq!(sum.hugetlb[0].failures, 10);
+        assert!(sum.cpu_pressure.is_none());
+        assert_eq!(super::sum(&[]), StatsResponse::default());
+    }
 
     fn stats() -> StatsResponse {
         StatsResponse {

@@ -48,6 +48,12 @@ pub struct Spec {
     root: Map<String, Value>,
 }
 
+impl From<Map<String, Value>> for Spec {
+    fn from(root: Map<String, Value>) -> Self {
+        Self { root }
+    }
+}
+
 impl Spec {
     /// Reads `config.json` of a bundle.
     pub fn read(bundle: &Path) -> Result<Self, SpecError> {
@@ -85,13 +91,7 @@ impl Spec {
 
     /// All annotations.
     pub fn annotations(&self) -> HashMap<String, String> {
-        let Some(Value::Object(annotations)) = self.get(&["annotations"]) else {
-            return HashMap::new();
-        };
-        annotations
-            .iter()
-            .filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())))
-            .collect()
+        text_values(self.get(&["annotations"]))
     }
 
     /// The sandbox that the container belongs to, if it is not its own.
@@ -103,6 +103,27 @@ impl Spec {
         .iter()
         .map(|key| self.text(&["annotations", key]))
         .find(|id| !id.is_empty())
+    }
+
+    /// Makes the container one of this sandbox, if it names no other.
+    pub fn join(&mut self, sandbox: &str) {
+        if self.group().is_some() {
+            return;
+        }
+        let annotations = self.root.entry("annotations");
+        let annotations = annotations.or_insert(Value::Null);
+        if !annotations.is_object() {
+            *annotations = Map::new().into();
+        }
+        annotations["io.containerd.runc.v2.group"] = sandbox.into();
+    }
+
+    /// The kernel settings that are for a whole pod: those of the container that stands for it.
+    pub fn pod_sysctls(&self) -> HashMap<String, String> {
+        if self.text(&["annotations", "io.kubernetes.cri.container-type"]) != "sandbox" {
+            return HashMap::new();
+        }
+        text_values(self.get(&["linux", "sysctl"]))
     }
 
     /// The container's cgroup on the host; empty if it names none.
@@ -129,6 +150,33 @@ impl Spec {
     pub fn root_path(&self, bundle: &Path) -> PathBuf {
         let path = self.text(&["root", "path"]);
         bundle.join(if path.is_empty() { "rootfs" } else { path })
+    }
+
+    /// Whether the root file system is for reading only.
+    pub fn has_readonly_root(&self) -> bool {
+        self.get(&["root", "readonly"]) == Some(&Value::Bool(true))
+    }
+
+    /// Adds a mount where there is none yet, or one that may be replaced.
+    pub fn add_mount(&mut self, mount: Value, may_replace: impl Fn(&Value) -> bool) {
+        let mounts = self
+            .root
+            .entry("mounts")
+            .or_insert_with(|| Value::from(Vec::<Value>::new()));
+        // What is no list is refused later.
+        let Some(mounts) = mounts.as_array_mut() else {
+            return;
+        };
+        let destination = |mount: &Value| {
+            let text = mount["destination"].as_str().unwrap_or_default();
+            Path::new(text).components().collect::<PathBuf>()
+        };
+        let place = destination(&mount);
+        match mounts.iter_mut().find(|old| destination(old) == place) {
+            Some(old) if may_replace(old) => *old = mount,
+            Some(_) => {}
+            None => mounts.push(mount),
+        }
     }
 
     /// The terminal's first size, width and height in characters; zeros if there is none.
@@ -212,6 +260,17 @@ pub fn console_size(process: &Value) -> (u32, u32) {
     (side("width").unwrap_or(0), side("height").unwrap_or(0))
 }
 
+/// The entries of an object whose values are text.
+fn text_values(object: Option<&Value>) -> HashMap<String, String> {
+    let Some(Value::Object(object)) = object else {
+        return HashMap::new();
+    };
+    object
+        .iter()
+        .filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())))
+        .collect()
+}
+
 fn kind(namespace: &Value) -> &str {
     namespace
         .get("type")
@@ -274,5 +333,32 @@ mod tests {
         }}));
         assert_eq!(both.group(), Some("a"));
         assert_eq!(spec(json!({})).group(), None);
+    }
+
+    #[test]
+    fn a_container_joins_a_sandbox_unless_it_names_another() {
+        for (before, after) in [
+            (json!({}), "pod"),
+            (json!({"annotations": null}), "pod"),
+            (json!({"annotations": {"a": "b"}}), "pod"),
+            (
+                json!({"annotations": {"io.kubernetes.cri.sandbox-id": "b"}}),
+                "b",
+            ),
+        ] {
+            let mut spec = spec(before);
+            spec.join("pod");
+            assert_eq!(spec.group(), Some(after));
+        }
+    }
+
+    #[test]
+    fn settings_of_the_kernel_are_a_pods_if_its_own_container_names_them() {
+        let sysctl = json!({"sysctl": {"net.core.somaxconn": "1024"}});
+        let kind = |kind: &str| json!({"io.kubernetes.cri.container-type": kind});
+        let pod = spec(json!({"annotations": kind("sandbox"), "linux": sysctl}));
+        assert_eq!(pod.pod_sysctls()["net.core.somaxconn"], "1024");
+        let other = spec(json!({"annotations": kind("container"), "linux": sysctl}));
+        assert!(other.pod_sysctls().is_empty());
     }
 }

@@ -162,6 +162,34 @@ impl Tasks {
             .await?)
     }
 
+    /// The figures of every container; those of one that is deleted meanwhile are left out.
+    pub async fn all_stats(&self) -> Result<Vec<StatsResponse>, TaskError> {
+        let ids: Vec<String> = self.lock().entries.keys().cloned().collect();
+        let mut figures = Vec::with_capacity(ids.len());
+        for id in ids {
+            match self.stats(&id).await {
+                Ok(stats) => figures.push(stats),
+                Err(error) if error.code() == ttrpc::Code::NOT_FOUND => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(figures)
+    }
+
+    /// Asks the init of every container to end, and waits until all have.
+    pub async fn terminate_all(self: &Arc<Self>) {
+        let ids: Vec<String> = self.lock().entries.keys().cloned().collect();
+        for id in &ids {
+            // One that has ended, or that ends just now, needs no signal.
+            if let Err(e) = self.kill(id, "", libc::SIGTERM as u32, false).await {
+                log::debug!("SIGTERM to {id}: {e}");
+            }
+        }
+        for id in &ids {
+            let _ = self.wait(id, "").await;
+        }
+    }
+
     /// Gives a process's terminal another size, width and height. Without a terminal nothing
     /// happens.
     pub async fn resize(&self, id: &str, exec: &str, size: (u32, u32)) -> Result<(), TaskError> {

@@ -1,6 +1,7 @@
 //! containerd's table of cases: what each call answers in each state.
 
 use super::*;
+use crate::options::Options;
 use crate::sandbox::Sandbox;
 
 fn ended() -> Option<Arc<Ended>> {
@@ -21,7 +22,13 @@ impl Bench {
     fn sandbox(&self) -> Sandbox {
         let socket = self.dir.path().join("s");
         std::fs::write(&socket, "").unwrap();
-        Sandbox::new("ns".into(), "c".into(), self.tasks.clone(), socket)
+        Sandbox::new(
+            "ns".into(),
+            "c".into(),
+            Options::default(),
+            self.tasks.clone(),
+            socket,
+        )
     }
 }
 
