@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::io;
 use std::os::unix::net::UnixListener as StdUnixListener;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use cube_agent_protocol::STREAM_TOKEN_LEN;
 use cube_agent_protocol::agent::Stdio;
@@ -14,6 +16,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::timeout;
 use ttrpc::r#async::transport::Socket;
 use ttrpc::asynchronous::Client;
 
@@ -29,8 +32,8 @@ pub enum GuestError {
     /// The machine has ended.
     #[error("The sandbox's machine has ended: {0}")]
     Ended(Arc<Ended>),
-    /// The connection broke although the machine runs: the agent is gone.
-    #[error("The connection to the agent in the guest broke: {0}")]
+    /// It cannot be worked with, although the machine runs.
+    #[error("The agent in the guest cannot be used: {0}")]
     Broken(String),
     /// No random bytes.
     #[error("Cannot get random bytes: {0}")]
@@ -45,6 +48,7 @@ pub struct Guest {
     streams: Streams,
     ended: watch::Receiver<Option<Arc<Ended>>>,
     power: Power,
+    power_is_cut: AtomicBool,
 }
 
 /// Ends the machine as if its power were cut.
@@ -66,6 +70,7 @@ impl Guest {
             streams,
             ended,
             power,
+            power_is_cut: AtomicBool::new(false),
         }
     }
 
@@ -77,6 +82,7 @@ impl Guest {
 
     /// Ends the machine.
     pub fn cut_power(&self) {
+        self.power_is_cut.store(true, Ordering::Relaxed);
         if let Err(e) = (self.power)() {
             log::error!("Cannot end the machine: {e}");
         }
@@ -102,13 +108,14 @@ impl Guest {
         }
     }
 
-    /// A broken connection is usually the first sign of a machine that is ending.
+    /// A broken connection is usually the first sign of a machine that is ending, however long that takes on a busy host. A
+    /// machine that goes on has lost its agent, which comes once: it is of no use any more, and ended.
     async fn broken(&self, error: ttrpc::Error) -> GuestError {
-        const GRACE: std::time::Duration = std::time::Duration::from_millis(500);
-        match tokio::time::timeout(GRACE, self.end()).await {
-            Ok(ended) => GuestError::Ended(ended),
-            Err(_) => GuestError::Broken(error.to_string()),
+        const GRACE: Duration = Duration::from_secs(2);
+        if timeout(GRACE, self.end()).await.is_err() && !self.power_is_cut.load(Ordering::Relaxed) {
+            self.cut_off(&format!("the connection to its agent broke: {error}"));
         }
+        GuestError::Ended(self.end().await)
     }
 
     /// Waits for the machine's end.
@@ -317,6 +324,56 @@ mod tests {
         let path = dir.path().join("vsock_1025");
         let streams = Streams::listen(StdUnixListener::bind(&path).unwrap()).unwrap();
         (dir, path, streams)
+    }
+
+    /// A machine whose agent has gone away, what ends it, and whether somebody has cut its power.
+    fn without_agent() -> (Guest, watch::Sender<Option<Arc<Ended>>>, Arc<AtomicBool>) {
+        let (_dir, _, streams) = streams();
+        let (connection, _) = UnixStream::pair().unwrap();
+        let (end, ended) = watch::channel(None);
+        let cut = Arc::new(AtomicBool::new(false));
+        let (machine, knob) = (end.clone(), cut.clone());
+        let power = Box::new(move || {
+            knob.store(true, Ordering::Relaxed);
+            machine.send_replace(Some(end_by("its power was cut")));
+            Ok(())
+        });
+        (Guest::new(1, connection, streams, ended, power), end, cut)
+    }
+
+    fn end_by(message: &str) -> Arc<Ended> {
+        Arc::new(Ended {
+            message: message.to_owned(),
+            console: String::new(),
+        })
+    }
+
+    async fn call(guest: &Guest) -> String {
+        let request = cube_agent_protocol::agent::ContainerRequest::default();
+        let answer = guest.call(|agent| agent.stats(ttrpc::context::Context::default(), &request));
+        answer.await.unwrap_err().to_string()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_whose_connection_breaks_tells_how_the_machine_ended_however_long_that_takes() {
+        let (guest, end, cut) = without_agent();
+        // Somebody has done so: the host takes its time.
+        guest.power_is_cut.store(true, Ordering::Relaxed);
+        let late = async {
+            tokio::time::sleep(Duration::from_secs(60)).await;
+            end.send_replace(Some(end_by("late")));
+        };
+        let (error, ()) = tokio::join!(call(&guest), late);
+        assert_eq!(error, "The sandbox's machine has ended: late");
+        assert!(!cut.load(Ordering::Relaxed));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_machine_that_has_lost_its_agent_is_ended() {
+        let (guest, _end, cut) = without_agent();
+        let error = call(&guest).await;
+        assert_eq!(error, "The sandbox's machine has ended: its power was cut");
+        assert!(cut.load(Ordering::Relaxed));
     }
 
     #[tokio::test]

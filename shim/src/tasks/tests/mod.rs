@@ -403,6 +403,21 @@ async fn signals_and_sizes_and_pids_reach_the_right_process() {
 }
 
 #[tokio::test]
+async fn all_containers_are_asked_to_end_at_once_and_those_that_have_are_not_waited_for() {
+    let bench = bench().await;
+    for id in ["ended", "a", "b"] {
+        bench.run(id).await;
+    }
+    bench.agent.exit("ended", "", 0);
+    bench.tasks.wait("ended", "").await.unwrap();
+    bench.tasks.terminate_all().await;
+    for (id, status) in [("ended", 0), ("a", 143), ("b", 143)] {
+        assert_eq!(bench.tasks.wait(id, "").await.unwrap().status, status);
+    }
+    assert_eq!(bench.tasks.all_stats().await.unwrap().len(), 3);
+}
+
+#[tokio::test]
 async fn pause_and_resume_are_told_and_guarded() {
     let mut bench = bench().await;
     bench.run("c").await;
