@@ -1,7 +1,7 @@
 //! The daemon of a sandbox: serves containerd until the sandbox has ended.
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, IoSlice};
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -10,8 +10,10 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use futures_core::Stream;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
 use ttrpc::r#async::Server;
 use ttrpc::r#async::transport::Listener;
 
@@ -72,7 +74,11 @@ impl Daemon {
         ));
 
         self.listener.set_nonblocking(true)?;
-        let listener = OwnPeers(UnixListener::from_std(self.listener)?);
+        let (open, mut closed) = mpsc::channel(1);
+        let listener = OwnPeers {
+            listener: UnixListener::from_std(self.listener)?,
+            open,
+        };
         let mut server = Server::new()
             .register_service(service::services(&sandbox))
             .register_service(sandbox_service::services(&sandbox))
@@ -86,9 +92,15 @@ impl Daemon {
             _ = interrupt.recv() => sandbox.end().await,
         }
         // containerd waits for three seconds.
+        let answers = async {
+            let _ = server.shutdown().await;
+            drop(server);
+            // The answers have been handed to the connections by now, and each closes when it has written its last.
+            while closed.recv().await.is_some() {}
+        };
         let ((), answered) = tokio::join!(
             publisher.flush(END_LIMIT),
-            tokio::time::timeout(END_LIMIT, server.shutdown()),
+            tokio::time::timeout(END_LIMIT, answers),
         );
         if answered.is_err() {
             log::warn!("A call was still being answered when the shim ended");
@@ -98,20 +110,75 @@ impl Daemon {
 }
 
 /// Connections from processes of this process's own user only.
-struct OwnPeers(UnixListener);
+struct OwnPeers {
+    listener: UnixListener,
+    /// Each connection has one.
+    open: mpsc::Sender<()>,
+}
 
 impl Stream for OwnPeers {
-    type Item = io::Result<UnixStream>;
+    type Item = io::Result<Connection>;
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         loop {
-            let (stream, _) = ready!(self.0.poll_accept(context))?;
+            let (stream, _) = ready!(self.listener.poll_accept(context))?;
             let own = nix::unistd::geteuid().as_raw();
             match stream.peer_cred() {
-                Ok(peer) if peer.uid() == own => return Poll::Ready(Some(Ok(stream))),
+                Ok(peer) if peer.uid() == own => {
+                    return Poll::Ready(Some(Ok(Connection {
+                        stream,
+                        _open: self.open.clone(),
+                    })));
+                }
                 Ok(peer) => log::warn!("A connection of user {} was refused", peer.uid()),
                 Err(e) => log::warn!("A connection was refused: {e}"),
             }
         }
+    }
+}
+
+/// A connection that tells when it is closed.
+struct Connection {
+    stream: UnixStream,
+    _open: mpsc::Sender<()>,
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }

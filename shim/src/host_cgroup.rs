@@ -2,9 +2,12 @@
 //! what the VM uses counts where containerd and the kubelet look.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Read, Seek};
+use std::os::fd::AsFd;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::process_id;
 use crate::undo::Undo;
@@ -164,8 +167,15 @@ pub fn remove(directory: &Path, deadline: Instant) -> io::Result<()> {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(e) if e.kind() == io::ErrorKind::ResourceBusy => {
                 let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() || !a_process_ends(directory, left)? {
+                if left.is_zero() {
                     return Err(e);
+                }
+                match File::open(directory.join("cgroup.events")) {
+                    Ok(events) if becomes_empty(&events, left)? => {
+                        return std::fs::remove_dir(directory);
+                    }
+                    Ok(_) => return Err(e),
+                    Err(_) => a_process_ends(directory, left)?,
                 }
             }
             result => return result,
@@ -173,21 +183,52 @@ pub fn remove(directory: &Path, deadline: Instant) -> io::Result<()> {
     }
 }
 
-/// Waits no longer than `limit` for the end of a process in the cgroup. False when none has ended.
-fn a_process_ends(directory: &Path, limit: Duration) -> io::Result<bool> {
+/// Waits no longer than `limit` until nothing runs in a cgroup of v2, by its `cgroup.events`. False if something still does.
+///
+/// The list of its processes is not the whole truth: of a process whose last thread is ending it says nothing any more
+/// (`css_task_iter_advance()` in kernel/cgroup/cgroup.c), while the kernel still frees its memory.
+fn becomes_empty(mut events: &File, limit: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let mut text = String::new();
+        // What was read is what the next wait waits for a change of.
+        events.rewind()?;
+        events.read_to_string(&mut text)?;
+        if text.lines().any(|line| line == "populated 0") {
+            return Ok(true);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut fds = [PollFd::new(events.as_fd(), PollFlags::POLLPRI)];
+        if poll(
+            &mut fds,
+            PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX),
+        )? == 0
+        {
+            return Ok(false);
+        }
+    }
+}
+
+/// Waits no longer than `limit` for the end of a process in a cgroup of v1, which has no file to wait with.
+fn a_process_ends(directory: &Path, limit: Duration) -> io::Result<()> {
+    /// Between two looks, where the list does not name who is still there.
+    const PAUSE: Duration = Duration::from_millis(20);
     let list = std::fs::read_to_string(directory.join("cgroup.procs"))?;
     // 0 is a process of another PID namespace.
     let pids = list
         .lines()
         .filter_map(|line| line.parse().ok().filter(|pid| *pid != 0));
     let handles: Result<Vec<_>, _> = pids.map(process_id::open).collect();
-    let handles = match handles {
-        Ok(handles) => handles,
+    match handles {
+        Ok(handles) if handles.is_empty() => std::thread::sleep(PAUSE.min(limit)),
+        Ok(handles) => {
+            process_id::one_ends(&handles, limit)?;
+        }
         // One of them has ended since.
-        Err(e) if e.raw_os_error() == Some(libc::ESRCH) => return Ok(true),
+        Err(e) if e.raw_os_error() == Some(libc::ESRCH) => {}
         Err(e) => return Err(e),
-    };
-    process_id::one_ends(&handles, limit)
+    }
+    Ok(())
 }
 
 fn join(mount_point: &Path, own: &str, path: &str) -> PathBuf {

@@ -1,8 +1,9 @@
 //! Pods as Kubernetes has them: containerd's CRI plugin, spoken to by crictl.
 //!
-//! Each test is played by two runtime handlers at a time: with standard streams by FIFOs, and over containerd's own
-//! connections to the shim (`ttrpc+unix://`), of which the CRI plugin is the only client. What happens while
-//! containerd is away is compared with runc too.
+//! Each test is played by two runtime handlers at a time. One has a pause container for the pod, and standard streams by
+//! FIFOs. With the other the shim is the controller of the pod (`sandboxer = "shim"`), and standard streams go over
+//! containerd's own connections to it (`ttrpc+unix://`), of which the CRI plugin is the only client. What happens
+//! while containerd is away is compared with runc too.
 
 #[path = "cri/pod.rs"]
 mod pod;
@@ -11,7 +12,8 @@ mod told;
 
 use std::fs;
 use std::io::Write;
-use std::process::Stdio;
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use cube_tests::{Containerd, Ended, Follower, assert_no_traces_of, runtime};
 use pod::{Container, Output, Pod};
@@ -142,6 +144,140 @@ fn execs_bring_back_output_and_status_and_take_input() {
         assert!(ended.stderr.contains("exit code 4"), "{ended:?}");
         remove(pod, handler);
     });
+}
+
+#[test]
+fn a_pods_name_files_settings_and_size_are_those_of_its_machine_and_its_containers_share_memory() {
+    with_each(&tested(), |handler| {
+        let pod = Pod::run_with(
+            handler,
+            json!({
+                "hostname": "web-0",
+                "dns_config": {"servers": ["10.96.0.10"], "searches": ["svc.cluster.local"], "options": ["ndots:5"]},
+                "linux": {
+                    "sysctls": {"kernel.shm_rmid_forced": "1", "net.core.somaxconn": "1234"},
+                    "resources": {"cpu_period": 100_000, "cpu_quota": 150_000, "memory_limit_in_bytes": 400 << 20},
+                },
+            }),
+        );
+        let first = pod.start("echo shared >/dev/shm/file; exec sleep 1000");
+        let script = "hostname; cat /etc/hostname /etc/resolv.conf /proc/sys/kernel/shm_rmid_forced \
+            /proc/sys/net/core/somaxconn; nproc; until [ -e /dev/shm/file ]; do usleep 20000; done; cat /dev/shm/file; \
+            awk '/^MemTotal/ { print \"MiB\", int($2 / 1024) }' /proc/meminfo; df -k /dev/shm | awk 'END { print $2 }'";
+        let second = pod.start(script);
+        assert_eq!(second.wait(), 0);
+        let output = second.output_with(&["stdout F 65536"]).stdout;
+        let lines: Vec<_> = output.lines().collect();
+        assert_eq!(
+            lines[..9],
+            [
+                "web-0",
+                "web-0",
+                "search svc.cluster.local",
+                "nameserver 10.96.0.10",
+                "options ndots:5",
+                "1",
+                "1234",
+                "2",
+                "shared"
+            ],
+            "{handler}"
+        );
+        // The guest's kernel keeps some of what the machine has.
+        let memory: u64 = lines[9].strip_prefix("MiB ").unwrap().parse().unwrap();
+        assert!((400..=464).contains(&memory), "{handler}: {memory} MiB");
+        let hosts = first.output_of(&["cat", "/etc/hosts"]);
+        assert_eq!(
+            hosts,
+            fs::read_to_string("/etc/hosts").unwrap(),
+            "{handler}"
+        );
+        remove(pod, handler);
+    });
+}
+
+/// Waits until containerd tells of the end of a pod and of a container in it, which has this status then.
+fn assert_is_over(pod: &Pod, container: &Container, status: i64, handler: &str) {
+    assert_eq!(container.wait(), status, "{handler}");
+    told::wait_for(&pod.id, "CONTAINER_STOPPED_EVENT");
+    assert_eq!(
+        pod.inspect()["status"]["state"],
+        "SANDBOX_NOTREADY",
+        "{handler}"
+    );
+}
+
+#[test]
+fn a_pod_whose_machine_is_killed_is_not_ready_and_can_be_removed() {
+    with_each(&tested(), |handler| {
+        let pod = Pod::run(handler);
+        let container = pod.start("exec sleep 1000");
+        kill(pod.hypervisor());
+        assert_is_over(&pod, &container, 137, handler);
+        remove(pod, handler);
+    });
+}
+
+#[test]
+fn a_pod_whose_shim_is_killed_is_not_ready_and_can_be_removed() {
+    with_each(&tested(), |handler| {
+        let pod = Pod::run(handler);
+        let container = pod.start("exec sleep 1000");
+        // Every container of a pod has the same one; those that containerd began for others have ended.
+        let shims = Command::new("pgrep")
+            .args(["-f", &format!("shim-cube.*{}", pod.id)])
+            .output();
+        let shims = String::from_utf8(shims.unwrap().stdout).unwrap();
+        for shim in shims.lines() {
+            kill(shim.parse().unwrap());
+        }
+        // Nobody knows how it ended.
+        assert_is_over(&pod, &container, 255, handler);
+        let id = pod.id.clone();
+        pod.remove();
+        assert_no_traces_of(&id);
+    });
+}
+
+fn kill(pid: u32) {
+    // SAFETY: kill(2) has no memory arguments.
+    assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGKILL) }, 0);
+}
+
+#[test]
+fn a_pod_that_cannot_be_is_refused_with_a_reason_and_leaves_nothing() {
+    if runtime() == "io.containerd.runc.v2" {
+        return;
+    }
+    for (changes, reason) in [
+        (
+            json!({"annotations": {"io.cube.default_vcpus": "many"}}),
+            "io.cube.default_vcpus",
+        ),
+        (
+            json!({"annotations": {"io.cube.kernel": "/dev/null"}}),
+            "/dev/null",
+        ),
+        (
+            json!({"annotations": {"io.cube.kernel_params": "rdinit=/nothing"}}),
+            "ended while it booted",
+        ),
+        (json!({"dns_config": {"servers": ["a b"]}}), "dns_config"),
+        (
+            json!({"linux": {"sysctls": {"kernel.nothing": "1"}}}),
+            "kernel.nothing",
+        ),
+        (
+            json!({"linux": {"security_context": {"namespace_options": {"userns_options": {"mode": 0}}}}}),
+            "userns_options",
+        ),
+    ] {
+        let refusal = Pod::refusal(STREAMS, changes);
+        assert!(refusal.contains(reason), "{reason}: {refusal}");
+        // No other test runs meanwhile.
+        assert!(!Path::new("/run/cube/k8s.io").exists(), "{reason}");
+        assert_no_traces_of("k8s.io");
+    }
 }
 
 #[test]

@@ -271,9 +271,15 @@ impl Sandbox {
         Ok(Status { started, exit })
     }
 
-    /// Takes all of the sandbox away, and lets the shim leave.
+    /// Takes all of the sandbox away, and lets the shim leave. After a create that was refused, too: nobody else tells the
+    /// shim to leave then.
     pub async fn shutdown_sandbox(&self, id: &str) -> Result<(), TaskError> {
-        self.stop_sandbox(id, Duration::ZERO).await?;
+        self.check_sandbox(id)?;
+        if self.controlled.keeps_shim() {
+            self.stop_sandbox(id, Duration::ZERO).await?;
+        } else if !self.tasks.is_empty() {
+            return Err(no_sandbox(id));
+        }
         self.end().await;
         self.left.notify_one();
         Ok(())
@@ -336,7 +342,6 @@ mod tests {
         assert_eq!(code(stopped), Code::NOT_FOUND);
         assert_eq!(code(sandbox.wait_sandbox("pod").await), Code::NOT_FOUND);
         assert_eq!(code(sandbox.sandbox_status("pod")), Code::NOT_FOUND);
-        assert_eq!(code(sandbox.shutdown_sandbox("pod").await), Code::NOT_FOUND);
         sandbox.create_sandbox(&request()).await.unwrap();
         assert_eq!(code(sandbox.sandbox_status("another")), Code::NOT_FOUND);
         assert!(!sandbox.sandbox_status("pod").unwrap().is_ready());
@@ -351,6 +356,21 @@ mod tests {
         let _reserved = sandbox.tasks.reserve("c").unwrap();
         let created = sandbox.create_sandbox(&request()).await;
         assert_eq!(code(created), Code::FAILED_PRECONDITION);
+        // Nor shut down.
+        assert_eq!(code(sandbox.shutdown_sandbox("pod").await), Code::NOT_FOUND);
+    }
+
+    #[tokio::test]
+    async fn a_shim_leaves_after_a_create_that_was_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let sandbox = sandbox(dir.path());
+        let rootfs = CreateSandboxRequest {
+            rootfs: vec![Default::default()],
+            ..request()
+        };
+        sandbox.create_sandbox(&rootfs).await.unwrap_err();
+        sandbox.shutdown_sandbox("pod").await.unwrap();
+        sandbox.left().await;
     }
 
     #[tokio::test]

@@ -59,6 +59,27 @@ pub struct Pod {
 impl Pod {
     /// Runs one by this runtime handler.
     pub fn run(handler: &str) -> Self {
+        Self::run_with(handler, json!({}))
+    }
+
+    /// Runs one with these changes to its configuration, merged into the objects that are there.
+    pub fn run_with(handler: &str, changes: Value) -> Self {
+        let (mut pod, ended) = Self::try_run(handler, changes);
+        pod.id = ended.success().trim().to_owned();
+        pod
+    }
+
+    /// What is said of one that cannot be run. Nothing of it is left.
+    pub fn refusal(handler: &str, changes: Value) -> String {
+        let (mut pod, ended) = Self::try_run(handler, changes);
+        assert_ne!(ended.status, 0, "{ended:?}");
+        pod.removed = true;
+        fs::remove_dir(&pod.cgroup).unwrap();
+        ended.stderr
+    }
+
+    /// Tries to run one. It has no id yet.
+    fn try_run(handler: &str, changes: Value) -> (Self, Ended) {
         let (dir, name) = (TestDir::new(), unique("pod"));
         for made in ["logs", "host"] {
             fs::create_dir(dir.path().join(made)).unwrap();
@@ -68,20 +89,32 @@ impl Pod {
         fs::create_dir(&cgroup).unwrap();
         fs::write(cgroup.join("cgroup.subtree_control"), "+cpu +memory +pids").unwrap();
         let config = dir.path().join("pod.json");
-        let pod = json!({
+        let mut pod = json!({
             "metadata": {"name": name, "uid": name, "namespace": "default"},
             "log_directory": dir.path().join("logs"),
             "linux": {"cgroup_parent": format!("/{name}"), "security_context": namespaces()},
         });
+        merge(&mut pod, changes);
         fs::write(&config, pod.to_string()).unwrap();
-        let id = must_crictl(&["runp", "--runtime", handler, config.to_str().unwrap()]);
-        Self {
-            id: id.trim().to_owned(),
+        let ended = try_crictl(&["runp", "--runtime", handler, config.to_str().unwrap()]);
+        let pod = Self {
+            id: String::new(),
             dir,
             config,
             cgroup,
             removed: false,
-        }
+        };
+        (pod, ended)
+    }
+
+    /// The process that runs its machine.
+    pub fn hypervisor(&self) -> u32 {
+        // The shim notes it for whoever cleans up after it.
+        let note = Path::new("/run/cube/k8s.io")
+            .join(&self.id)
+            .join("hypervisor");
+        let note = fs::read_to_string(note).unwrap();
+        note.split_whitespace().next().unwrap().parse().unwrap()
     }
 
     /// Creates a container of a shell script, with these changes to its configuration.
@@ -151,10 +184,22 @@ impl Pod {
 
 impl Drop for Pod {
     fn drop(&mut self) {
-        if !self.removed {
+        if !self.removed && !self.id.is_empty() {
             try_crictl(&["rmp", "--force", &self.id]);
             let _ = fs::remove_dir(&self.cgroup);
         }
+    }
+}
+
+/// Puts what is in the second object into the first.
+fn merge(to: &mut Value, from: Value) {
+    match (to, from) {
+        (Value::Object(to), Value::Object(from)) => {
+            for (key, value) in from {
+                merge(to.entry(key).or_insert(Value::Null), value);
+            }
+        }
+        (to, from) => *to = from,
     }
 }
 

@@ -160,11 +160,11 @@ fn limits() -> Vec<Case> {
         .map(|(kind, n)| {
             let (soft, hard) = match *kind {
                 // runc's own process has them for a while, and threads with stacks as large as these are here.
-                "AS" | "DATA" => (1 << 40, (1 << 41) + n),
+                "AS" | "DATA" => (1_u64 << 40, (1_u64 << 41) + n),
                 "NICE" => (20, 30),
                 "NOFILE" => (1000, 2000),
                 "RTPRIO" => (3, 7),
-                _ => (1_u64 << 28, (1 << 29) + n),
+                _ => (1 << 28, (1 << 29) + n),
             };
             json!({"type": format!("RLIMIT_{kind}"), "soft": soft, "hard": hard})
         })
