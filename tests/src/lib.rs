@@ -23,7 +23,7 @@ pub use bundle::{make_bundle, make_fifo, make_root, place, shell_bundle, small, 
 pub use containerd::Containerd;
 pub use end::End;
 pub use events::{Events, Told};
-pub use sandbox::{Answer, CALL_LIMIT_SECONDS, Failure, Sandbox, Streams};
+pub use sandbox::{Answer, CALL_LIMIT_SECONDS, Failure, Sandbox, Streams, context};
 pub use shared::{Follower, Shared};
 pub use terminal::Terminal;
 

@@ -12,6 +12,7 @@ use containerd_shim_protos::api::{
 };
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use containerd_shim_protos::sandbox_sync::SandboxClient;
 use containerd_shim_protos::ttrpc::context::{Context, with_timeout};
 use containerd_shim_protos::ttrpc::{Client, Error};
 
@@ -25,6 +26,8 @@ pub struct Sandbox {
     bundle: PathBuf,
     id: String,
     task: TaskClient,
+    /// What containerd asks of the sandbox itself.
+    pub controller: SandboxClient,
 }
 
 /// Why a call came to nothing.
@@ -62,7 +65,7 @@ pub struct Streams {
 }
 
 impl Sandbox {
-    /// Starts the shim for the container of a bundle.
+    /// Starts the shim for the container of a bundle, or for a sandbox, whose bundle has none.
     pub fn start(bundle: &Path, id: &str) -> Answer<Self> {
         let told = Ended::from(run_shim(bundle, id, "start").unwrap());
         if told.status != 0 {
@@ -72,7 +75,8 @@ impl Sandbox {
         Ok(Self {
             bundle: bundle.to_owned(),
             id: id.to_owned(),
-            task: TaskClient::new(client),
+            task: TaskClient::new(client.clone()),
+            controller: SandboxClient::new(client),
         })
     }
 
@@ -247,7 +251,8 @@ fn run_shim(bundle: &Path, id: &str, action: &str) -> io::Result<Output> {
         .output()
 }
 
-fn context() -> Context {
+/// The limits of a call.
+pub fn context() -> Context {
     with_timeout(CALL_LIMIT_SECONDS * 1_000_000_000)
 }
 
