@@ -29,6 +29,10 @@ pub fn to_containerd(bundle: &Path, namespace: &str, sandbox: &str, debug: bool)
         .open(bundle.join("log"))
         .ok();
     init(fifo, namespace, sandbox, debug);
+    // Standard error is nowhere.
+    std::panic::set_hook(Box::new(|info| {
+        log::error!("The shim has panicked: {info}")
+    }));
 }
 
 /// Sends the log of this process to its standard error.

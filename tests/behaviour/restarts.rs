@@ -176,11 +176,17 @@ fn a_containerd_that_is_killed_in_the_middle_of_a_create_leaves_nothing_of_it() 
     let containerd = Containerd::of_the_tests();
     let container = Container::new();
     let id = container.id.clone();
-    // A guest without an agent: the create comes to no end of its own.
+    // When it is back it finds a shim without a task, and deletes it. 1.6 does not: there the create's own end has to come.
+    let limit = if must_ctr(&["version"]).contains("1.6.") {
+        "20"
+    } else {
+        "1000"
+    };
+    // A guest without an agent.
     let image = setting("CUBE_TEST_HANGING_INITRAMFS");
     let container = container
         .setting("initramfs", &image)
-        .setting("boot_timeout_s", "1000")
+        .setting("boot_timeout_s", limit)
         .setting("log_level", "debug");
     let start = fs::metadata(containerd.log()).unwrap().len();
     let mut said = Follower::from(&containerd.log(), start);
@@ -201,21 +207,14 @@ fn a_containerd_that_is_killed_in_the_middle_of_a_create_leaves_nothing_of_it() 
     assert!(!client.wait().unwrap().success());
     containerd.start_again();
 
-    let machine_has_ended = || hypervisor.comes_within(Duration::from_secs(60));
-    // It finds a shim without a task, and deletes it. 1.6 does not look, and leaves it to the user.
-    let looks = !must_ctr(&["version"]).contains("1.6.");
     assert!(
-        !looks || machine_has_ended(),
+        hypervisor.comes_within(Duration::from_secs(60)),
         "the machine of a create that nobody waits for runs on"
     );
     let ended = try_ctr(&["task", "delete", "--force", &id]);
     assert!(
         ended.status == 0 || ended.stderr.contains("not found"),
         "{ended:?}"
-    );
-    assert!(
-        machine_has_ended(),
-        "a delete leaves the machine of a create"
     );
     must_ctr(&["container", "delete", &id]);
     assert_no_traces_of(&id);

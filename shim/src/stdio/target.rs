@@ -28,6 +28,20 @@ pub struct Uris {
     pub terminal: bool,
 }
 
+impl Uris {
+    /// Whether output goes over containerd's own connections.
+    pub fn has_output_streams(&self) -> bool {
+        [&self.stdout, &self.stderr]
+            .iter()
+            .filter_map(|uri| uri.split_once("://"))
+            .any(|(scheme, _)| is_stream(scheme))
+    }
+}
+
+fn is_stream(scheme: &str) -> bool {
+    scheme.starts_with("ttrpc+") || scheme.starts_with("grpc+")
+}
+
 /// Why a stream cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum StdioError {
@@ -193,9 +207,7 @@ fn parse<'a>(uri: &'a str, streams: &Arc<Streams>) -> Result<Target<'a>, StdioEr
         "file" => Ok(Target::File(decode_path(uri, rest)?)),
         "binary" | "binary-v2" => Ok(Target::Binary(uri)),
         // Of what form they are is for the streams to judge: those of others are refused there.
-        _ if scheme.starts_with("ttrpc+") || scheme.starts_with("grpc+") => {
-            Ok(Target::Stream(streams.take(uri, scheme, rest)?))
-        }
+        _ if is_stream(scheme) => Ok(Target::Stream(streams.take(uri, scheme, rest)?)),
         _ => Err(StdioError::Scheme(uri.to_owned())),
     }
 }

@@ -4,13 +4,16 @@
 //! Nothing is lost by it. The output is taken first; where nobody takes it the machine stays until the delete. So does
 //! one with disks, which the guest is to unmount. The figures are kept. What was written to the host's
 //! directories is there already.
+//!
+//! Output over containerd's own connections is taken before the exit is told in any case, for as long: as soon as containerd's
+//! CRI plugin hears of an exit it gives up the streams with what is still on its way in them (2.4.2).
 
 use std::time::Duration;
 
 use tokio::time::timeout;
 use ttrpc::context::Context;
 
-use super::{Table, Tasks, container_request};
+use super::{Entry, Table, Tasks, container_request};
 use crate::guest::Guest;
 use crate::stdio::OutputLimits;
 use crate::task_error::TaskError;
@@ -43,10 +46,11 @@ impl Table {
 }
 
 impl Tasks {
-    /// Holds the exit of a container's init back, if the machine is to end before it is told.
+    /// Holds the exit of a container's init back, if the machine is to end before it is told, or output to be taken.
     pub(super) fn hold_exit(&self, id: &str) -> bool {
         let mut table = self.lock();
-        let held = table.is_alone(id);
+        let has_streams = |entry: &Entry| entry.container.init().uris.has_output_streams();
+        let held = table.is_alone(id) || table.entries.get(id).is_some_and(has_streams);
         if let Some(entry) = table.entries.get_mut(id).filter(|_| held) {
             entry.container.hold_exit();
         }
@@ -55,7 +59,9 @@ impl Tasks {
 
     /// Ends the machine of a container whose init has ended, if nothing is lost by it, and tells of the exit.
     pub(super) async fn release(&self, id: &str, guest: &Guest) {
-        if let Ok(Ok(true)) = timeout(LIMIT, self.nothing_is_left(id)).await {
+        if !self.lock().is_alone(id) {
+            let _ = timeout(LIMIT, self.output_is_taken(id)).await;
+        } else if let Ok(Ok(true)) = timeout(LIMIT, self.nothing_is_left(id)).await {
             self.end_machine(id, guest).await;
         }
         let _ = self.with(id, |entry| {
@@ -73,6 +79,11 @@ impl Tasks {
                 return Ok(false);
             }
         }
+        self.output_is_taken(id).await
+    }
+
+    /// Waits until the output is taken. False if somebody does not take it.
+    async fn output_is_taken(&self, id: &str) -> Result<bool, TaskError> {
         for output in self.with(id, |entry| Ok(entry.container.output()))? {
             let limits = OutputLimits {
                 client: STALL_LIMIT,
@@ -80,7 +91,9 @@ impl Tasks {
                 all: LIMIT,
             };
             if !output.all_taken(limits).await {
-                log::debug!("Nobody takes the output of {id}: its machine stays");
+                log::debug!(
+                    "Nobody takes the output of {id}: what was to come after it does not wait"
+                );
                 return Ok(false);
             }
         }

@@ -98,6 +98,23 @@ async fn output_that_nobody_takes_keeps_the_machine_and_not_the_exit() {
 }
 
 #[tokio::test]
+async fn an_exit_does_not_wait_for_a_stream_that_nobody_opens() {
+    let bench = bench().await;
+    let uris = Uris {
+        stdout: "ttrpc+unix://?streaming_id=a".into(),
+        ..Default::default()
+    };
+    assert!(uris.has_output_streams() && !Uris::default().has_output_streams());
+    let new = bench.new_container("c", uris);
+    bench.tasks.create(new, bench.guest.clone()).await.unwrap();
+    bench.tasks.start("c", "").await.unwrap();
+    bench.agent.exit("c", "", 3);
+    assert_eq!(bench.tasks.wait("c", "").await.unwrap().status, 3);
+    assert!(bench.has_power());
+    bench.tasks.delete("c", "").await.unwrap();
+}
+
+#[tokio::test]
 async fn the_exits_of_execs_are_told_before_the_machine_ends() {
     let mut bench = bench().await;
     bench.run_alone("c", Uris::default()).await;
