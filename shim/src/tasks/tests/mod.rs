@@ -77,7 +77,11 @@ pub(crate) async fn bench() -> Bench {
     };
     let guest = Arc::new(Guest::new(PID, ours, streams, ended, power));
     let (publisher, events) = publisher::queue();
-    let tasks = Tasks::new("ns".into(), publisher, Arc::default());
+    let tasks = Tasks::new(
+        "ns".into(),
+        publisher,
+        crate::stdio::Streams::new(dir.path().join("s")),
+    );
     Bench {
         agent,
         tasks,

@@ -101,7 +101,10 @@ async fn output_that_nobody_takes_keeps_the_machine_and_not_the_exit() {
 async fn an_exit_does_not_wait_for_a_stream_that_nobody_opens() {
     let bench = bench().await;
     let uris = Uris {
-        stdout: "ttrpc+unix://?streaming_id=a".into(),
+        stdout: format!(
+            "ttrpc+unix://{}?streaming_id=a",
+            bench.dir.path().join("s").display()
+        ),
         ..Default::default()
     };
     assert!(uris.has_output_streams() && !Uris::default().has_output_streams());
