@@ -172,7 +172,11 @@ pub fn remove(directory: &Path, deadline: Instant) -> io::Result<()> {
                 }
                 match File::open(directory.join("cgroup.events")) {
                     Ok(events) if becomes_empty(&events, left)? => {
-                        return std::fs::remove_dir(directory);
+                        // Busy once more, it has cgroups of somebody else's in it.
+                        return match std::fs::remove_dir(directory) {
+                            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+                            result => result,
+                        };
                     }
                     Ok(_) => return Err(e),
                     Err(_) => a_process_ends(directory, left)?,

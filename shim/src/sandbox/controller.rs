@@ -194,18 +194,14 @@ impl Sandbox {
         let slots = slots_for(0, true, config.spare_disks).map_err(TaskError::host)?;
         let booting = Booting::power_on(&self.namespace, &self.id, &pod.spec, config, slots);
         let mut booting = booting.map_err(TaskError::host)?;
-        let mut stop = self.controlled.stopping.subscribe();
         let boot = async {
             if let Some(files) = &pod.files {
                 booting.make_pod_files(files).map_err(TaskError::host)?;
             }
             booting.ready(&pod.spec).await.map_err(TaskError::host)
         };
-        let never = watch::Sender::new(false);
-        let booted = tokio::select! {
-            booted = self.unless_ending(never.subscribe(), boot) => booted,
-            _ = stop.wait_for(|stop| *stop) => Err(stopped(&self.id)),
-        };
+        let stopping = self.controlled.stopping.subscribe();
+        let booted = self.unless_ending(stopping.clone(), boot).await;
         match booted {
             Ok(guest) => {
                 let started = Started {
@@ -218,7 +214,11 @@ impl Sandbox {
             }
             Err(error) => {
                 booting.give_up().await;
-                Err(error)
+                Err(if *stopping.borrow() {
+                    stopped(&self.id)
+                } else {
+                    error
+                })
             }
         }
     }
